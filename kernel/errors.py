@@ -1,0 +1,87 @@
+"""Every error a person can meet, and when it is raised.
+
+    TurnstileError
+    ├── UsageError               unusable input: exit code 2
+    ├── ProtocolError            the turnstile's rules were broken (rank, epoch, boundary)
+    │   ├── StaleEpoch           an epoch older than the newest one was named
+    │   ├── DuplicateEpoch       an epoch was activated while it, or another one, is open
+    │   ├── MissingProducer      a boundary or a permit for an epoch that nobody publishes
+    │   ├── NonMonotoneBoundary  a boundary at or below one already reached
+    │   └── BeyondPermit         a boundary past the permitted endpoint
+    ├── Divergence               ranks computed different plans, orders or tokens (rank, round, field)
+    ├── OrderViolation           a collective was enqueued out of key order
+    ├── ModelError               model code awaited, skipped or reordered something it must not
+    ├── LeaseExpired             a prefill result outlived the request that asked for it
+    └── RankLost                 a peer ended, or the run was aborted, while we waited for it
+
+Each message is one line: what, where (rank, epoch, boundary, file and line) and what to do.
+"""
+
+from __future__ import annotations
+
+
+class TurnstileError(Exception):
+    """Base of all errors of this package."""
+
+
+class UsageError(TurnstileError):
+    """Input that cannot be used; the command ends with exit code 2."""
+
+
+class ProtocolError(TurnstileError):
+    """A turnstile rule was broken.
+
+    The message always names rank, epoch and boundary, so that logs of several ranks can be compared.
+    """
+
+    def __init__(self, what: str, *, rank: int, epoch: int, boundary: int) -> None:
+        super().__init__(f"{what} (rank {rank}, epoch {epoch}, boundary {boundary})")
+        self.rank, self.epoch, self.boundary = rank, epoch, boundary
+
+
+class StaleEpoch(ProtocolError):
+    """An epoch older than the newest one was named."""
+
+
+class DuplicateEpoch(ProtocolError):
+    """An epoch was activated while it, or another one, is open."""
+
+
+class MissingProducer(ProtocolError):
+    """A boundary or a permit for an epoch that nobody publishes."""
+
+
+class NonMonotoneBoundary(ProtocolError):
+    """A boundary at or below one already reached."""
+
+
+class BeyondPermit(ProtocolError):
+    """A boundary past the permitted endpoint."""
+
+
+class Divergence(TurnstileError):
+    """Ranks disagree about something that all of them must compute alike."""
+
+    def __init__(self, ranks: tuple[int, ...], round_: int, field: str, detail: str) -> None:
+        names = ", ".join(map(str, ranks))
+        super().__init__(
+            f"ranks diverged: rank {names} differs in {field} at round {round_}: {detail};"
+            " a policy must derive its plan from the shared views and memory alone"
+        )
+        self.ranks, self.round, self.field = ranks, round_, field
+
+
+class OrderViolation(TurnstileError):
+    """A collective was enqueued with a key that does not increase on its stream."""
+
+
+class ModelError(TurnstileError):
+    """Model code awaited, skipped or reordered something it must not."""
+
+
+class LeaseExpired(TurnstileError):
+    """A prefill result outlived the request that asked for it."""
+
+
+class RankLost(TurnstileError):
+    """A peer ended, or the run was aborted, while this rank waited for it."""

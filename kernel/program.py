@@ -1,0 +1,181 @@
+"""The collective program of prefill and of decode: for a world and an expert exchange, every collective in order.
+
+This is the single source: models execute it, `verify` checks it, the documentation prints it. The sequences are those
+of SGLang 0.5.15 for Qwen3-MoE (with 0.5.23's condition for the variable reduce-scatter), which the paper shares:
+variable-length P uses an eager model-wide all-reduce, padded D reduce-scatters and all-gathers (paper section 2).
+
+Sites, in the order of a forward of L layers:
+
+    embed   gather 0   scatter 0   gather 1   ...   scatter L-1   head
+
+`gather i` turns the attention's partial sums into the full rows of all replicas; `scatter i` turns the experts'
+partial sums into a replica's own rows. Safe boundary 0 stands before `embed`, boundary i before `gather i`: a segment
+[i, j) runs from boundary i to boundary j, and the last one to the end. So the attention of layer j is computed inside
+[i, j), after that segment's last collective, where decode overlaps with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from kernel.errors import UsageError
+from kernel.request import Phase
+from kernel.topology import Role, World
+
+
+class Op(StrEnum):
+    """What a collective does."""
+
+    ALL_REDUCE = "AR"
+    ALL_GATHER = "AG"
+    REDUCE_SCATTER = "RS"
+    REDUCE_SCATTER_V = "RSv"
+    NOTIFY = "notify"
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+
+
+class Site(StrEnum):
+    """Where in a forward it happens."""
+
+    EMBED = "embed"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    HEAD = "head"
+
+
+EXCHANGES = ("none", "deepep")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of one forward.
+
+    index: its place among all collectives of the forward. layer: -1 outside the layers. role: canonical group.
+    routed: it runs on D's launch stream (paper section 4, selective stream route).
+    """
+
+    index: int
+    site: Site
+    layer: int
+    op: Op
+    role: Role
+    routed: bool = False
+
+    def __str__(self) -> str:
+        where = self.site if self.layer < 0 else f"{self.site} {self.layer}"
+        return f"{self.op}[{self.role}]{' routed' if self.routed else ''} at {where}"
+
+
+Step = tuple[Op, Role]
+
+
+def _layer(world: World, exchange: str, phase: Phase, layer: int, last: bool) -> tuple[list[Step], list[Step]]:
+    """(gather, scatter) of one sparse layer, before roles of one member are dropped."""
+    g, d, e, a, m = world.size, world.adp, world.ep, world.atp, world.etp
+    ar, ag, rs = Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER
+    if exchange == "deepep" and d > 1:
+        split = [(Op.NOTIFY, Role.EP)] if phase is Phase.P else []
+        head: list[Step] = [(ag, Role.ATP)] if layer > 0 else []
+        return (
+            [*head, (rs, Role.ATP), *split, (Op.DISPATCH, Role.EP)],
+            [(Op.COMBINE, Role.EP), *([(ag, Role.ATP)] if last else [])],
+        )
+    partial_experts: list[Step] = [(ar, Role.EP), (ar, Role.ETP)] if 1 < e < g else [(ar, Role.TP)]
+    if d == 1:
+        return [(ar, Role.TP)], partial_experts
+    if a == 1 and e == g:
+        gather: Step = (ar, Role.TP) if phase is Phase.P else (ag, Role.TP)
+        return [gather], [(Op.REDUCE_SCATTER_V, Role.TP)]
+    if phase is Phase.P:
+        return [(ar, Role.TP)], partial_experts
+    if world.gather == "cross":
+        return [(rs, Role.ATP), (ag, Role.ADP), (ag, Role.ATP)], [(rs, Role.ATP), (rs, Role.ADP), (ag, Role.ATP)]
+    return [(rs, Role.ATP), (ag, Role.TP)], [(rs, Role.TP), (ag, Role.ATP)]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All collectives of one forward of `layers` sparse layers of a phase."""
+
+    world: World
+    phase: Phase
+    layers: int
+    exchange: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise UsageError(f"exchange {self.exchange!r}: choose one of {', '.join(EXCHANGES)}")
+        if self.layers < 1:
+            raise UsageError(f"a model of {self.layers} layers has no boundaries; at least one layer is needed")
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """Every collective, in the order in which the host enqueues it."""
+        return tuple(
+            Call(index, site, layer, op, role, self._routed(op, role))
+            for index, (site, layer, op, role) in enumerate(self._steps())
+        )
+
+    @property
+    def boundaries(self) -> int:
+        """Safe boundaries 0 .. layers-1; a permit of this value lets the epoch end."""
+        return self.layers
+
+    def at(self, site: Site, layer: int = -1) -> tuple[Call, ...]:
+        """The collectives of one site."""
+        return self._sites.get((site, layer), ())
+
+    def segment(self, start: int, end: int) -> tuple[Call, ...]:
+        """The collectives of segment [start, end): from boundary `start` to boundary `end`, or to the end."""
+        return tuple(call for call in self.calls if start <= self._boundary_before(call) < end)
+
+    @property
+    def registered(self) -> tuple[Call, ...]:
+        """P's collectives whose members share at least two ranks with a D collective on another communicator."""
+        return tuple(call for call in self.calls if self._crosses(call.role))
+
+    def _boundary_before(self, call: Call) -> int:
+        if call.site is Site.EMBED:
+            return 0
+        return self.layers - 1 if call.site is Site.HEAD else call.layer
+
+    @cached_property
+    def _sites(self) -> dict[tuple[Site, int], tuple[Call, ...]]:
+        sites: dict[tuple[Site, int], tuple[Call, ...]] = {}
+        for call in self.calls:
+            key = (call.site, call.layer)
+            sites[key] = (*sites.get(key, ()), call)
+        return sites
+
+    def _steps(self) -> Iterator[tuple[Site, int, Op, Role]]:
+        plain: list[tuple[Site, int, Step]] = [(Site.EMBED, -1, (Op.ALL_REDUCE, Role.ATP))]
+        for layer in range(self.layers):
+            gather, scatter = _layer(self.world, self.exchange, self.phase, layer, layer == self.layers - 1)
+            plain += [(Site.GATHER, layer, step) for step in gather]
+            plain += [(Site.SCATTER, layer, step) for step in scatter]
+        plain.append((Site.HEAD, -1, (Op.ALL_GATHER, Role.ATP)))
+        for site, layer, (op, role) in plain:
+            canonical = self.world.canonical(role)
+            if len(self.world.groups[canonical][0]) > 1:
+                yield site, layer, op, canonical
+
+    def _routed(self, op: Op, role: Role) -> bool:
+        # DeepEP's kernels are never routed: its two phases get SM budgets instead (paper section 5).
+        if self.phase is not Phase.P or self.world.route == "none" or op in (Op.NOTIFY, Op.DISPATCH, Op.COMBINE):
+            return False
+        if self.world.route == "paper":
+            return op is Op.ALL_REDUCE and role is Role.TP
+        return self._crosses(role)
+
+    def _crosses(self, role: Role) -> bool:
+        if self.phase is not Phase.P:
+            return False
+        groups = self.world.groups
+        decode = {r for _, _, _, r in Program(self.world, Phase.D, 1, self.exchange)._steps()}
+        return any(
+            len(set(mine) & set(theirs)) >= 2 for other in decode for mine in groups[role] for theirs in groups[other]
+        )

@@ -1,0 +1,106 @@
+"""A request, its sampling parameters, its lifecycle and its lease. Pure; paper section 6."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kernel.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    max_tokens: longest output, in tokens. temperature: 0 is greedy. top_p, top_k: nucleus and top-k truncation
+    (top_k 0: off). stop_token_ids: end after one of these (the token is kept). seed: makes the draws of one request
+    reproducible whatever it is batched with. ignore_eos: stop ids do not end the request (trace replay).
+    Raises UsageError on values out of range.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UsageError(f"max_tokens={self.max_tokens}: at least one token must be asked for")
+        if not self.temperature >= 0:
+            raise UsageError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p={self.top_p}: must be in (0, 1]")
+        if self.top_k < 0:
+            raise UsageError(f"top_k={self.top_k}: must be 0 (off) or more")
+
+
+class Phase(StrEnum):
+    """P or D. On a stream that both use, D of a round comes before P of that round."""
+
+    D = "D"
+    P = "P"
+
+
+class State(StrEnum):
+    """Where a request stands. WAITING -> PREFILL -> PREFILLED -> RUNNING -> FINISHED; CANCELLED from any of them."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    PREFILLED = "prefilled"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One turn of a trajectory, as it travels in the inbox.
+
+    id: unique for the life of the engine, and its lease: a result that carries another id is of an earlier life.
+    session: turns of one session reuse each other's KV. replica: the attention replica that owns the session.
+    prompt: the whole context, token ids; it is never retokenised.
+    """
+
+    id: int
+    session: int
+    replica: int
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of context that the turn can reach, prompt and output."""
+        return len(self.prompt) + self.params.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's part of one forward, as a model sees it.
+
+    slot: row of the replica's slot table, where the last sampled token stays on the device.
+    tokens: ids to feed; None feeds the one token that the previous iteration left in `slot`.
+    start: position of the first fed token. blocks: KV block table covering start + len(tokens).
+    sample: how to draw the next token after the last one fed, None for an inner chunk of a long prompt.
+    """
+
+    slot: int
+    tokens: tuple[int, ...] | None
+    start: int
+    blocks: tuple[int, ...]
+    sample: SamplingParams | None
+
+    @property
+    def fed(self) -> int:
+        """Tokens this row feeds."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A drawn token and its log-probability under the distribution it was drawn from (greedy: temperature 1)."""
+
+    token: int
+    logprob: float

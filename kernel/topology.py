@@ -1,0 +1,106 @@
+"""World(size, adp, ep, gather, route) and its named process groups. Pure; paper section 2.
+
+Notation: g = size, d = adp, e = ep; attention tensor parallelism a = g/d, expert tensor parallelism m = g/e.
+A rank r sits in attention replica r // a with attention-TP index r % a.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from kernel.errors import UsageError
+
+
+class Role(StrEnum):
+    """What a process group is for. The members follow from the world; see `World.groups`."""
+
+    TP = "TP"
+    """All ranks."""
+    ATP = "ATP"
+    """The a consecutive ranks of one attention replica."""
+    ADP = "ADP"
+    """The d ranks of equal attention-TP index, one a replica (the paper's {0,2}, {1,3})."""
+    EP = "EP"
+    """The e ranks that hold different experts (stride m)."""
+    ETP = "ETP"
+    """The m consecutive ranks that share an expert's columns."""
+
+
+GATHERS = ("flat", "cross")
+ROUTES = ("paper", "all", "none")
+
+
+@dataclass(frozen=True)
+class World:
+    """How `size` ranks are divided.
+
+    size: ranks g. adp: attention replicas d. ep: expert-parallel width e. gather: how decode collects the rows of all
+    replicas, `flat` (one all-gather over all ranks) or `cross` (the paper's Figure 2). route: which prefill
+    collectives run on decode's launch stream (`kernel.program`).
+    Raises UsageError when a width does not divide the size.
+    """
+
+    size: int = 1
+    adp: int = 1
+    ep: int = 1
+    gather: str = "cross"
+    route: str = "paper"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UsageError(f"--world {self.size}: a world has at least one rank")
+        for flag, width in (("--adp", self.adp), ("--ep", self.ep)):
+            if width < 1 or self.size % width:
+                fits = [n for n in range(1, self.size + 1) if self.size % n == 0]
+                raise UsageError(f"{flag} {width} does not divide --world {self.size}: choose one of {fits}")
+        if self.gather not in GATHERS:
+            raise UsageError(f"--gather {self.gather}: choose one of {', '.join(GATHERS)}")
+        if self.route not in ROUTES:
+            raise UsageError(f"--route {self.route}: choose one of {', '.join(ROUTES)}")
+
+    @property
+    def atp(self) -> int:
+        """Ranks that share one replica's attention, a = g/d."""
+        return self.size // self.adp
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share one expert, m = g/e."""
+        return self.size // self.ep
+
+    @cached_property
+    def groups(self) -> dict[Role, tuple[tuple[int, ...], ...]]:
+        """Each role's partition of the ranks, in rank order."""
+        g, a, m = self.size, self.atp, self.etp
+        return {
+            Role.TP: (tuple(range(g)),),
+            Role.ATP: tuple(tuple(range(k, k + a)) for k in range(0, g, a)),
+            Role.ADP: tuple(tuple(range(t, g, a)) for t in range(a)),
+            Role.EP: tuple(tuple(range(t, g, m)) for t in range(m)),
+            Role.ETP: tuple(tuple(range(k, k + m)) for k in range(0, g, m)),
+        }
+
+    def members(self, role: Role, rank: int) -> tuple[int, ...]:
+        """The group of `role` that `rank` belongs to."""
+        return next(group for group in self.groups[role] if rank in group)
+
+    def canonical(self, role: Role) -> Role:
+        """The role whose communicator `role` uses.
+
+        Roles with equal partitions are one communicator, as in SGLang, where a sub-group of full width *is* the TP
+        group: two roles with the same members would otherwise be two sequences to order.
+        """
+        return next(other for other in Role if self.groups[other] == self.groups[role])
+
+    def replica(self, rank: int) -> int:
+        """The attention replica that `rank` belongs to."""
+        return rank // self.atp
+
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each replica: those that report tokens."""
+        return tuple(range(0, self.size, self.atp))
+
+    def __str__(self) -> str:
+        return f"g{self.size} adp{self.adp} ep{self.ep} {self.gather} route={self.route}"
