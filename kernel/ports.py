@@ -83,6 +83,8 @@ class Device(Protocol):
     """One rank's device: its two phase-owned streams, the route and the scope in which model code advances."""
 
     layout: Layout
+    deferred: bool
+    """Submitted work runs when the device reaches it (CPU); otherwise it only enqueues, and runs at submission."""
 
     def stream(self, phase: Phase) -> Stream:
         """The stream that `phase` owns."""

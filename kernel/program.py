@@ -167,7 +167,7 @@ class Program:
         # DeepEP's kernels are never routed: its two phases get SM budgets instead (paper section 5).
         if self.phase is not Phase.P or self.world.route == "none" or op in (Op.NOTIFY, Op.DISPATCH, Op.COMBINE):
             return False
-        if self.world.route == "paper":
+        if self.world.route in ("paper", "auto"):
             return op is Op.ALL_REDUCE and role is Role.TP
         return self._crosses(role)
 

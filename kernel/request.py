@@ -45,11 +45,13 @@ class Phase(StrEnum):
 
 
 class State(StrEnum):
-    """Where a request stands. WAITING -> PREFILL -> PREFILLED -> RUNNING -> FINISHED; CANCELLED from any of them."""
+    """Where a request stands. WAITING -> PREFILL -> RUNNING -> FINISHED; CANCELLED from any of them.
+
+    A long prompt goes back from PREFILL to WAITING after each part but the last.
+    """
 
     WAITING = "waiting"
     PREFILL = "prefill"
-    PREFILLED = "prefilled"
     RUNNING = "running"
     FINISHED = "finished"
     CANCELLED = "cancelled"

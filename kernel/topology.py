@@ -6,7 +6,7 @@ A rank r sits in attention replica r // a with attention-TP index r % a.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -29,7 +29,7 @@ class Role(StrEnum):
 
 
 GATHERS = ("flat", "cross")
-ROUTES = ("paper", "all", "none")
+ROUTES = ("auto", "paper", "all", "none")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class World:
 
     size: ranks g. adp: attention replicas d. ep: expert-parallel width e. gather: how decode collects the rows of all
     replicas, `flat` (one all-gather over all ranks) or `cross` (the paper's Figure 2). route: which prefill
-    collectives run on decode's launch stream (`kernel.program`).
+    collectives run on decode's launch stream (`kernel.program`): `paper` the full-TP all-reduce, `all` the whole
+    registered set, `none` nothing, `auto` what the policy wants (`paper`, except under `unordered`).
     Raises UsageError when a width does not divide the size.
     """
 
@@ -46,7 +47,7 @@ class World:
     adp: int = 1
     ep: int = 1
     gather: str = "cross"
-    route: str = "paper"
+    route: str = "auto"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -85,6 +86,10 @@ class World:
     def members(self, role: Role, rank: int) -> tuple[int, ...]:
         """The group of `role` that `rank` belongs to."""
         return next(group for group in self.groups[role] if rank in group)
+
+    def under(self, route: str | None) -> World:
+        """This world with `auto` resolved: to `route`, a policy's wish, or else to `paper`."""
+        return replace(self, route=route or "paper") if self.route == "auto" else self
 
     def canonical(self, role: Role) -> Role:
         """The role whose communicator `role` uses.

@@ -169,11 +169,12 @@ class Limits:
 class Memory:
     """What the planner carries from round to round; part of the digest.
 
-    round: the next round. epoch: newest epoch. open: whether it is open. chunks: its chunks. permit: endpoint granted so
+    round: the next round. inbox: entries that have taken effect. epoch: newest epoch. open: whether it is open. chunks: its chunks. permit: endpoint granted so
     far. extra: a policy's own, any tuple of numbers, strings and tuples.
     """
 
     round: int = 0
+    inbox: int = 0
     epoch: int = -1
     open: bool = False
     chunks: tuple[tuple[Chunk, ...], ...] = ()

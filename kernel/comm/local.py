@@ -1,0 +1,30 @@
+"""Collectives of a world of one rank: each is the identity. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kernel.errors import UsageError
+from kernel.ports import Tensor
+from kernel.topology import Role
+
+
+class LocalCollectives:
+    """`kernel.ports.Collectives` where every group has one member. Results are the arguments themselves."""
+
+    def all_reduce(self, role: Role, x: Tensor) -> Tensor:
+        """x."""
+        return x
+
+    def all_gather(self, role: Role, x: Tensor, dim: int = 0) -> Tensor:
+        """x."""
+        return x
+
+    def reduce_scatter(self, role: Role, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """x. Raises UsageError unless `sizes` is one number."""
+        if len(sizes) != 1:
+            raise UsageError(f"reduce_scatter over {role} with {len(sizes)} sizes in a world of one rank: give one size")
+        return x
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,161 @@
+"""What a rank writes into its record, in the rank's words. The record's format is `kernel.record`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from kernel.program import Call, Program
+from kernel.record import HOST, Kind, NullRecorder, Recorder
+from kernel.request import Phase
+from kernel.sched.policy import Plan
+from kernel.topology import Role
+
+_Key = tuple[Phase, Role]
+
+
+class Journal:
+    """One rank's writer. Cheap enough for every collective; safe to call from stream threads."""
+
+    def __init__(self, recorder: Recorder | NullRecorder) -> None:
+        self._enqueued: dict[_Key, int] = {}
+        self._started: dict[_Key, int] = {}
+        self._exchanges = 0
+        self._lines: dict[Call, str] = {}
+        self._labels: dict[str, tuple[int, int, int, int]] = {}
+        self.round, self.epoch = 0, -1
+        self._open(recorder)
+
+    def _open(self, recorder: Recorder | NullRecorder) -> None:
+        self._recorder, self._event = recorder, recorder.event
+        self._sites: dict[Call, int] = {}
+        self._ops: dict[Call, int] = {}
+        self._groups: dict[_Key, int] = {}
+
+    def switch(self, recorder: Recorder | NullRecorder) -> None:
+        """Go on in another file; sequence numbers of the communicators go on."""
+        self._recorder.close()
+        self._open(recorder)
+
+    def close(self) -> None:
+        """End the record."""
+        self._recorder.close()
+
+    # -- control ------------------------------------------------------------------------------------------------
+
+    def plan(self, plan: Plan, digest: int) -> None:
+        """This round's plan."""
+        self.round, self.epoch = plan.round, plan.epoch
+        self._event(Kind.PLAN, None, HOST, 0, 0, plan.round, plan.activate, digest, plan.bucket, 0)
+
+    def exchange(self, tag: str, leaves: bool) -> None:
+        """This rank enters or leaves an all-rank rendezvous."""
+        self._exchanges += not leaves
+        kind = Kind.EXCHANGE_LEAVE if leaves else Kind.EXCHANGE_ENTER
+        text = self._recorder.site(tag)
+        self._event(kind, None, HOST, 0, self._exchanges, self.round, self.epoch, 0, text, 0)
+
+    def wait(self, owner: str, leaves: bool) -> None:
+        """The loop's task waits for `owner`."""
+        self._text(Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER, owner)
+
+    def boundary(self, epoch: int, index: int) -> None:
+        """P's host enqueue stands at a boundary."""
+        self._event(Kind.BOUNDARY, Phase.P, HOST, 0, 0, self.round, epoch, index, 0, 0)
+
+    def permit(self, start: int, end: int) -> None:
+        """P may enqueue [start, end)."""
+        self._event(Kind.PERMIT, Phase.P, HOST, 0, 0, self.round, self.epoch, start, end, 0)
+
+    def promote(self, epoch: int, turns: int) -> None:
+        """An epoch's results became decodable."""
+        self._event(Kind.PROMOTE, Phase.P, HOST, 0, 0, self.round, epoch, turns, 0, 0)
+
+    def no_work(self, phase: Phase, label: str) -> None:
+        """This rank takes part in `label` without rows of its own."""
+        self._event(Kind.NO_WORK, phase, HOST, 0, 0, self.round, self.epoch, 0, 0, self._recorder.site(label))
+
+    def exception(self, error: BaseException) -> None:
+        """The rank ends with `error`."""
+        self._text(Kind.EXCEPTION, f"{type(error).__name__}: {error}"[:400])
+
+    def mark(self, text: str, a: int = 0) -> None:
+        """A remark, with a number."""
+        self._event(Kind.MARK, None, HOST, 0, 0, self.round, self.epoch, a, self._recorder.site(text), 0)
+
+    # -- device work --------------------------------------------------------------------------------------------
+
+    def submitted(self, label: str, phase: Phase, calls: Sequence[Call], a: int, b: int, size: int) -> None:
+        """A D iteration (a = bucket, b = own rows) or a P segment [a, b) was enqueued, with its collectives.
+
+        size: logical rows of the phase's collectives, from the plan.
+        """
+        self._labels[label] = (self.round, self.epoch, a, b)
+        self._event(
+            Kind.SUBMIT, phase, phase, 0, 0, self.round, self.epoch, a, b, self._recorder.site(label)
+        )
+        for call in calls:
+            key = (phase, call.role)
+            sequence = self._enqueued[key] = self._enqueued.get(key, 0) + 1
+            self._collective(Kind.ENQUEUE, key, call, sequence, size)
+
+    def device(self, phase: Phase, label: str, what: str) -> None:
+        """The device starts or finishes a submission; `what` is "start" or "finish"."""
+        known = self._labels.get(label) if what == "start" else self._labels.pop(label, None)
+        if known is not None:
+            round_, epoch, a, b = known
+            kind = Kind.WORK_START if what == "start" else Kind.WORK_FINISH
+            self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, self._recorder.site(label))
+
+    def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
+        """The device starts or finishes a collective."""
+        key = (phase, call.role)
+        if not finished:
+            self._started[key] = self._started.get(key, 0) + 1
+            if call not in self._lines:
+                self._name(call)
+        self._collective(Kind.FINISH if finished else Kind.START, key, call, self._started[key], size)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _text(self, kind: Kind, text: str) -> None:
+        self._event(kind, None, HOST, 0, 0, self.round, self.epoch, 0, self._recorder.site(text), 0)
+
+    def _collective(self, kind: Kind, key: _Key, call: Call, sequence: int, size: int) -> None:
+        phase = key[0]
+        stream = Phase.D if call.routed else phase
+        group, site, op = self._groups.get(key), self._sites.get(call), self._ops.get(call)
+        if group is None:
+            group = self._groups[key] = self._recorder.group(group_name(*key))
+        if site is None:
+            where = call.site if call.layer < 0 else f"{call.site} {call.layer}"
+            line = self._lines.get(call)
+            site = self._sites[call] = self._recorder.site(f"{line} ({where})" if line else where)
+        if op is None:
+            op = self._ops[call] = self._recorder.site(call.op)
+        self._event(kind, phase, stream, group, sequence, self.round, self.epoch, size, op, site)
+
+    def _name(self, call: Call) -> None:
+        """Find the model's line that runs `call`, once: the first frame outside the kernel."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("kernel."):
+            frame = frame.f_back
+        if frame is not None:
+            code = frame.f_code
+            self._lines[call] = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+            self._sites.pop(call, None)
+
+
+def group_name(phase: Phase, role: Role) -> str:
+    """How a record names a communicator: `P.TP`."""
+    return f"{phase}.{role}"
+
+
+def groups(programs: Sequence[Program], rank: int) -> dict[str, tuple[int, ...]]:
+    """The communicators that a rank's record names, with their members."""
+    named: dict[str, tuple[int, ...]] = {}
+    for program in programs:
+        for call in program.calls:
+            named[group_name(program.phase, call.role)] = program.world.members(call.role, rank)
+    return named

@@ -1,0 +1,76 @@
+"""One prefill epoch on one rank: a forward that is submitted segment by segment (paper sections 3 and 4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from kernel.driver import Driver
+from kernel.phase import PhaseState
+from kernel.program import Op
+from kernel.request import Row, Sampled
+
+Spawn = Callable[[Coroutine[Any, Any, Any], str], "asyncio.Task[Any]"]
+
+
+class Epoch:
+    """The rows of one replica in one epoch, and the segments submitted so far.
+
+    number: the epoch. sizes: rows of each replica. published: called when P's host enqueue stands at a boundary.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        state: PhaseState,
+        driver: Driver[list[Sampled | None]],
+        rows: Sequence[Row],
+        sizes: tuple[int, ...],
+        published: Callable[[int], None],
+        spawn: Spawn,
+    ) -> None:
+        self.number, self.rows, self.sizes = number, rows, sizes
+        self._state, self._driver, self._published, self._spawn = state, driver, published, spawn
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._ended = False
+        # A boundary that depends on data (expert counts) is published when the data are there, not at submission.
+        self._late = any(call.op is Op.NOTIFY for call in state.program.calls)
+
+    def submit(self, start: int, end: int) -> str:
+        """Enqueue segment [start, end); its routed collectives take their places in D's FIFO now. Returns its label."""
+        label = f"P e{self.number} [{start},{end})"
+        state = self._state
+        if state.route is not None:
+            state.route.reserve([call for call in state.program.segment(start, end) if call.routed])
+        event = state.stream.submit(partial(self._driver.advance, end), label)
+        self._ended = end >= state.program.boundaries
+        self._tasks.append(self._spawn(self._finish(event, end, label), label))
+        if not self._late:
+            self._published(end)
+        return label
+
+    async def _finish(self, event: Any, end: int, label: str) -> None:
+        await event.wait()
+        while self._driver.waiting is not None:
+            value = await self._driver.waiting.wait()
+            await self._state.stream.submit(partial(self._driver.resume, value, end), label).wait()
+        if self._late:
+            self._published(end)
+
+    @property
+    def finished(self) -> bool:
+        """All of it has finished on this rank's device."""
+        return self._ended and all(task.done() for task in self._tasks)
+
+    async def drained(self) -> None:
+        """Wait until everything submitted so far has finished on the device."""
+        for task in list(self._tasks):
+            await asyncio.shield(task)
+
+    @property
+    def sampled(self) -> list[Sampled | None]:
+        """The first tokens of its complete prompts, row by row; only once finished."""
+        assert self._driver.finished and self._driver.result is not None
+        return self._driver.result

@@ -1,0 +1,365 @@
+"""The rank: one event loop that ties plan, turn, prefill, decode and the exchange of views together (paper section 3).
+
+It knows neither gloo nor CUDA nor a policy's name. One round:
+
+    plan       every rank computes the same plan from the same views; promotions, admissions and D rows follow from it
+    turn       the policy lets D and P enter the device, in its order
+    exchange   tokens of the previous round's D are committed, inbox entries up to the plan's number take effect, and
+               all ranks exchange their views for the next round, with this round's plan digest and order hash
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kernel import views as control
+from kernel.cache import KVCache
+from kernel.driver import Driver
+from kernel.errors import Divergence, LeaseExpired, TurnstileError
+from kernel.gate import RankGate
+from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UsePolicy
+from kernel.journal import Journal
+from kernel.order import Order
+from kernel.phase import PhaseState, own
+from kernel.ports import Device, Model, Rendezvous
+from kernel.prefill import Epoch
+from kernel.program import Call
+from kernel.replica import Output, Replica, Turn
+from kernel.request import Phase, Sampled
+from kernel.sched.policy import Limits, Memory, Plan, Policy, RankView
+from kernel.step import Step
+from kernel.topology import World
+from kernel.turnstile import Turnstile
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a world plugs into a rank.
+
+    emit: called on the loop with each output of this rank's replica, on the replica's leader only.
+    use_policy: resolves a policy spec and opens the record of the run under it.
+    """
+
+    device: Device
+    rendezvous: Rendezvous
+    model: Model
+    cache: KVCache
+    inbox: Inbox
+    journal: Journal
+    emit: Callable[[Output], None]
+    use_policy: Callable[[UsePolicy], Policy]
+
+
+@dataclass(slots=True)
+class Iteration:
+    """A D iteration in flight."""
+
+    round: int
+    turns: list[Turn]
+    task: asyncio.Task[list[Sampled | None]]
+
+
+class Rank:
+    """One rank of `world`; `run` returns after a Stop entry took effect and nothing is in flight."""
+
+    def __init__(self, rank: int, world: World, limits: Limits, policy: Policy, ports: Ports) -> None:
+        self.rank, self.world, self.limits, self.ports = rank, world, limits, ports
+        self._d = own(ports.device, world, ports.model.layers, Phase.D)
+        self._adopt(policy)
+        self._leads = rank in world.leaders()
+        self._replica = Replica(rank, world.replica(rank), limits.rows, ports.cache, self._emit)
+        self.turnstile = Turnstile(rank)
+        self._order = Order(rank)
+        self._journal = ports.journal
+        self._memory = Memory()
+        self._views: tuple[RankView, ...] = ()
+        self._epoch: Epoch | None = None
+        self._flights: deque[Iteration] = deque()
+        self._rows: list[tuple[Turn, Any]] = []
+        self._plan = Plan(round=-1)
+        self._digest = 0
+        self._ended = False
+        self._stopping = False
+        self._policies: deque[UsePolicy] = deque()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._moved = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until stopped. Raises the first TurnstileError of any task, or what else broke."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._exchange("views")
+                while not (self._stopping and self._plan.idle):
+                    await self._round()
+        except BaseExceptionGroup as group:
+            error = _first(group)
+            self._journal.exception(error)
+            raise error from group
+        except TurnstileError as error:
+            self._journal.exception(error)
+            raise
+
+    async def _round(self) -> None:
+        plan, memory = self.policy.plan(self._views, self._memory)
+        self._plan, self._memory = plan, memory
+        self._digest = control.digest((plan, memory))
+        self._ended = False
+        self._journal.plan(plan, self._digest)
+        self._apply(plan)
+        if plan.idle and self._stopping:
+            return
+        if plan.idle and self._policies:
+            self._change_policy(self._policies.popleft())
+        elif plan.idle:
+            self._journal.wait("inbox", leaves=False)
+            await self.ports.inbox.beyond(plan.inbox)
+            self._journal.wait("inbox", leaves=True)
+        else:
+            gate = RankGate(plan, self, self._meet)
+            await self.policy.turn(gate)
+            gate.close()
+        if not self._ended:
+            await self._exchange("end")
+
+    def _adopt(self, policy: Policy) -> None:
+        self.policy = policy
+        world = self.world.under(getattr(policy, "route", None))
+        self._p = own(self.ports.device, world, self.ports.model.layers, Phase.P)
+
+    def _change_policy(self, entry: UsePolicy) -> None:
+        """Nothing is in flight on any rank (the plan is idle), so this is the same round everywhere."""
+        self._adopt(self.ports.use_policy(entry))
+        self._memory = Memory(self._memory.round, self._memory.inbox, self._memory.epoch)
+        if self.rank == 0:
+            self.ports.emit(Output(-1, finish="policy"))
+
+    # -- plan ---------------------------------------------------------------------------------------------------
+
+    def _apply(self, plan: Plan) -> None:
+        """Carry out what the plan decided. Nothing has changed since the views were made, so it fits exactly."""
+        mine = self._replica.index
+        if plan.promote >= 0 and self._epoch is not None:
+            self.turnstile.complete(plan.promote)
+            self._journal.promote(plan.promote, len(self._epoch.rows))
+            self._replica.promote(self._epoch.sampled)
+            self._epoch = None
+        if plan.activate >= 0:
+            self._activate(plan)
+        self._rows = self._replica.launch(plan.round, plan.decode[mine]) if plan.bucket else []
+
+    def _activate(self, plan: Plan) -> None:
+        rows = self._replica.begin(plan.prefill[self._replica.index], plan.round)
+        sizes = tuple(sum(chunk.tokens for chunk in chunks) for chunks in plan.prefill)
+        step = self._step(self._p, sizes, sum(row.fed for row in rows))
+        driver: Driver[list[Sampled | None]] = Driver(
+            self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.P)
+        )
+        number = plan.activate
+        self._epoch = Epoch(number, self._p, driver, rows, sizes, partial(self._published, number), self._spawn)
+        self.turnstile.activate(number, self._p.program.boundaries)
+        self._published(number, 0)
+        if not rows:
+            self._journal.no_work(Phase.P, f"P e{number}")
+
+    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int) -> Step:
+        journal, phase, size = self._journal, state.phase, sum(sizes)
+
+        def watch(call: Call, finished: bool) -> None:
+            journal.collective(phase, call, size, finished)
+
+        seen = watch if self.ports.device.deferred else None
+        return Step(
+            state.program, self.rank, sizes, live, state.collectives, self.ports.device.layout, state.route, seen
+        )
+
+    # -- what a gate may do -------------------------------------------------------------------------------------
+
+    async def p_reached(self) -> None:
+        """P stands at its permitted endpoint, has ended its enqueue, or there is none."""
+        while not self.turnstile.at_endpoint:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def p_enqueued(self) -> None:
+        """All of P has been enqueued here; the permit must already allow it."""
+        while self.turnstile.open and self.turnstile.snapshot.reached < self._p.program.boundaries:
+            self._moved.clear()
+            await self._moved.wait()
+
+    async def p_drained(self) -> None:
+        """Everything enqueued of P has finished on this device."""
+        if self._epoch is not None:
+            self._journal.wait("P device", leaves=False)
+            await self._epoch.drained()
+            self._journal.wait("P device", leaves=True)
+
+    def launch(self) -> None:
+        """Enqueue this round's D iteration, padded to the common bucket."""
+        plan, rows = self._plan, [row for _, row in self._rows]
+        sizes = (plan.bucket,) * self.world.adp
+        label = f"D {plan.round}"
+        step = self._step(self._d, sizes, len(rows))
+        driver: Driver[list[Sampled | None]] = Driver(
+            self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.D)
+        )
+        calls = self._d.program.calls
+        self._order.enqueue(plan.round, Phase.D, calls, sizes)
+        if not rows:
+            self._journal.no_work(Phase.D, label)
+        self._journal.submitted(label, Phase.D, calls, plan.bucket, len(rows), sum(sizes))
+        event = self._d.stream.submit(partial(_whole, driver), label)
+        task = self._spawn(event.wait(), label)
+        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], task))
+
+    def release(self, span: int) -> None:
+        """p += span: enqueue P's next segment. An epoch that has ended makes the matched no-work call."""
+        epoch = self._epoch
+        assert epoch is not None
+        start, end = self.turnstile.release(epoch.number, span)
+        self._journal.permit(start, end)
+        if start == end:
+            self._journal.no_work(Phase.P, f"P e{epoch.number}")
+            return
+        calls = self._p.program.segment(start, end)
+        self._order.enqueue(self._plan.round, Phase.P, calls, epoch.sizes)
+        self._journal.submitted(f"P e{epoch.number} [{start},{end})", Phase.P, calls, start, end, sum(epoch.sizes))
+        epoch.submit(start, end)
+
+    def _published(self, epoch: int, boundary: int) -> None:
+        if boundary >= self._p.program.boundaries:
+            self.turnstile.enqueued(epoch)
+        else:
+            self.turnstile.publish(epoch, boundary)
+        self._journal.boundary(epoch, boundary)
+        self._moved.set()
+
+    # -- exchange -----------------------------------------------------------------------------------------------
+
+    async def _meet(self, tag: str) -> None:
+        """A rendezvous that a turn asks for. Everything but pre-d ends the round's exchange."""
+        if tag == "post-d":
+            await self._exchange(tag)
+            return
+        blobs = await self._rendezvous(tag, control.encode_pair(self._digest, self._order.hash))
+        pairs = [control.decode_pair(blob) for blob in blobs]
+        await self._agree([plan for plan, _ in pairs], [order for _, order in pairs])
+
+    async def _exchange(self, tag: str) -> None:
+        """The round's one exchange of views."""
+        if self._ended:
+            raise TurnstileError(f"rank {self.rank} round {self._plan.round}: a second {tag} exchange in one round")
+        self._ended = True
+        await self._harvest(self._plan.round - 1)
+        for entry in self.ports.inbox.take(self._plan.inbox):
+            self._take(entry)
+        blob = control.encode(self._view(), self._digest, self._order.hash)
+        answers = [control.decode(answer) for answer in await self._rendezvous(tag, blob)]
+        await self._agree([plan for _, plan, _ in answers], [order for _, _, order in answers])
+        self._views = tuple(view for view, _, _ in answers)
+        control.check_peers(self._views, self.world.atp)
+
+    async def _rendezvous(self, tag: str, payload: bytes) -> list[bytes]:
+        self._journal.exchange(tag, leaves=False)
+        answers = await self.ports.rendezvous.exchange(tag, payload)
+        self._journal.exchange(tag, leaves=True)
+        return answers
+
+    async def _agree(self, plans: list[int], orders: list[int]) -> None:
+        """Raise Divergence, on the CPU and before the next launch, unless plans and orders are equal everywhere."""
+        round_ = self._plan.round
+        if any(plan != plans[0] for plan in plans):
+            text = f"{self._plan!r}"[:-1] + f", memory={self._memory!r})"
+            texts = [blob.decode() for blob in await self.ports.rendezvous.exchange("why", text.encode()[:3900])]
+            name, values = control.first_difference(texts)
+            raise Divergence(control.odd_ranks(plans), round_, name, values)
+        control.check_equal(orders, round_, "order")
+
+    async def _harvest(self, upto: int) -> None:
+        """Commit the D iterations of rounds up to `upto`: a constant lag, the same on every rank."""
+        while self._flights and self._flights[0].round <= upto:
+            flight = self._flights.popleft()
+            self._journal.wait(f"D {flight.round}", leaves=False)
+            sampled = await flight.task
+            self._journal.wait(f"D {flight.round}", leaves=True)
+            self._replica.harvest(flight.turns, sampled)
+
+    def _view(self) -> RankView:
+        replica, epoch, snapshot = self._replica, self._epoch, self.turnstile.snapshot
+        complete = epoch is None or epoch.finished
+        promotable = replica.promotable(epoch.sampled) if epoch is not None and complete else 0
+        return RankView(
+            rank=self.rank,
+            round=self._plan.round + 1,
+            inbox=self.ports.inbox.length,
+            ready=len(replica.ready()),
+            promotable=promotable,
+            slots=replica.free_slots,
+            free_blocks=self.ports.cache.available,
+            waiting=replica.waiting(),
+            queued=replica.queued,
+            epoch=snapshot.epoch,
+            reached=snapshot.reached,
+            complete=complete,
+            tokens=replica.tokens_hash,
+            busy=bool(self._flights),
+            paused=replica.paused,
+        )
+
+    def _take(self, entry: Entry) -> None:
+        replica = self._replica
+        match entry:
+            case Submit(request):
+                if request.replica == replica.index and not self._stopping:
+                    replica.submit(request)
+            case Abort(request_id):
+                replica.abort(request_id)
+            case EndSession(session):
+                replica.end_session(session)
+            case Flush():
+                self.ports.cache.flush()
+            case Pause():
+                replica.paused = True
+            case Resume():
+                replica.paused = False
+            case UsePolicy():
+                self._policies.append(entry)
+            case Stop():
+                self._stopping = True
+                replica.paused = False
+                replica.abort_all()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _emit(self, output: Output) -> None:
+        if self._leads:
+            self.ports.emit(output)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        assert self._tasks is not None
+        return self._tasks.create_task(work, name=name)
+
+
+def _whole(driver: Driver[list[Sampled | None]]) -> list[Sampled | None]:
+    """Advance a D forward to its end; under D nothing may suspend."""
+    driver.advance(1 << 30)
+    assert driver.result is not None
+    return driver.result
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: our own before others, the earliest of its kind."""
+    flat: list[BaseException] = []
+    todo: list[BaseException] = [group]
+    while todo:
+        error = todo.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            todo = [*error.exceptions, *todo]
+        else:
+            flat.append(error)
+    own_errors = [e for e in flat if isinstance(e, TurnstileError) and not isinstance(e, LeaseExpired)]
+    return (own_errors or flat)[0]

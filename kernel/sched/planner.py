@@ -1,0 +1,132 @@
+"""The rank-shared plan that all shipped policies have in common; a policy adds three small decisions and a turn.
+
+Everything here is a pure function of views and memory, so every rank computes the same plan (paper section 3 and 6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from kernel.sched.policy import ALL, Chunk, Gate, Guarantees, Limits, Memory, Plan, RankView
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a policy decides on.
+
+    ready: decodable rows of each replica, those promoted in this round included. open: an epoch is open. activating: one
+    starts in this round. waiting: new tokens of the requests that the views describe, over all replicas. memory: from
+    the last round.
+    """
+
+    ready: tuple[int, ...]
+    open: bool
+    activating: bool
+    waiting: int
+    memory: Memory
+
+    @property
+    def p_active(self) -> bool:
+        """An epoch is open in this round."""
+        return self.open or self.activating
+
+    @property
+    def rows(self) -> int:
+        """Decodable rows, all replicas together."""
+        return sum(self.ready)
+
+
+class Planner:
+    """Base of the shipped policies: admits prefill first come, first served within tokens, slots and KV blocks.
+
+    limits: sizes fixed at start. config: the policy's own dataclass, or None.
+    """
+
+    name: ClassVar[str] = "planner"
+    guarantees: ClassVar[Guarantees] = Guarantees()
+    route: ClassVar[str | None] = None
+    """Overrides the world's route where it is left at its default."""
+
+    def __init__(self, limits: Limits, config: Any = None) -> None:
+        self.limits, self.config = limits, config
+
+    # -- what a policy decides ----------------------------------------------------------------------------------
+
+    def prefill_now(self, now: Situation) -> bool:
+        """Whether a new epoch may start in this round (none is open, and some request fits)."""
+        return True
+
+    def decode_now(self, now: Situation) -> bool:
+        """Whether ready rows decode in this round."""
+        return True
+
+    def span(self, now: Situation) -> int:
+        """Boundaries that this round's release grants."""
+        return ALL
+
+    def remember(self, now: Situation, plan: Plan) -> tuple[Any, ...]:
+        """The policy's own memory for the next round."""
+        return now.memory.extra
+
+    async def turn(self, gate: Gate) -> None:
+        """One round's order of entry; see `kernel.sched.policy.Policy`."""
+        raise NotImplementedError(f"policy {self.name} defines no turn")
+
+    # -- the common plan ----------------------------------------------------------------------------------------
+
+    def plan(self, views: tuple[RankView, ...], memory: Memory) -> tuple[Plan, Memory]:
+        """See `kernel.sched.policy.Policy.plan`."""
+        leaders = views[:: len(views) // self.limits.replicas]
+        inbox = min(view.inbox for view in views)
+        complete = memory.open and all(view.epoch == memory.epoch and view.complete for view in views)
+        still_open = memory.open and not complete
+        paused = any(view.paused for view in views)
+        ready = tuple(view.ready + (view.promotable if complete and not view.paused else 0) for view in leaders)
+        waiting = sum(each.new_tokens for view in leaders for each in view.waiting)
+        now = Situation(ready, still_open, False, waiting, memory)
+        chunks: tuple[tuple[Chunk, ...], ...] = ()
+        if not still_open and not paused and self.prefill_now(now):
+            chunks = tuple(self._admit(view) for view in leaders)
+        activating = any(chunks)
+        now = replace(now, activating=activating)
+        decode = ready if any(ready) and self.decode_now(now) else ()
+        epoch = memory.epoch + activating
+        bucket = self.limits.bucket(max(decode, default=0))
+        quiet = not now.p_active and not bucket and not complete and all(view.inbox == memory.inbox for view in views)
+        plan = Plan(
+            round=memory.round,
+            inbox=inbox,
+            decode=decode,
+            bucket=bucket,
+            activate=epoch if activating else -1,
+            prefill=chunks if activating else (),
+            epoch=epoch if now.p_active else -1,
+            span=self.span(now) if bucket else ALL,
+            promote=memory.epoch if complete else -1,
+            idle=quiet and not any(view.busy for view in views),
+        )
+        permit = 0 if activating else memory.permit
+        after = Memory(
+            round=memory.round + 1,
+            inbox=inbox,
+            epoch=epoch,
+            open=now.p_active,
+            chunks=chunks if activating else memory.chunks,
+            permit=min(self.limits.boundaries, permit + plan.span) if now.p_active else permit,
+        )
+        return plan, replace(after, extra=self.remember(now, plan))
+
+    def _admit(self, view: RankView) -> tuple[Chunk, ...]:
+        """One replica's chunks, in order of service. A request that does not fit holds back those behind it."""
+        tokens, blocks, slots = self.limits.prefill_tokens, view.free_blocks, view.slots
+        chunks = []
+        for each in view.waiting:
+            if tokens == 0 or each.blocks > blocks or (each.blocks and not slots):
+                break
+            fed = min(tokens, each.new_tokens)
+            chunks.append(Chunk(each.request, fed, fed == each.new_tokens))
+            tokens -= fed
+            blocks -= each.blocks
+            slots -= bool(each.blocks)
+        return tuple(chunks)

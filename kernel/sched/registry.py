@@ -1,0 +1,129 @@
+"""Finding a policy by name, by entry point (`turnstile.policies`) or as `path/file.py:Class`, with its config.
+
+A spec is `NAME` or `NAME:key=value,key=value`; values are numbers, or numbers joined by `+` for a tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from kernel.errors import UsageError
+from kernel.sched.adaptive import Adaptive
+from kernel.sched.fine import Fine
+from kernel.sched.global_complete import GlobalComplete
+from kernel.sched.global_enqueue import GlobalEnqueue
+from kernel.sched.normal import Normal
+from kernel.sched.policy import Limits, Policy
+from kernel.sched.unordered import Unordered
+
+GROUP = "turnstile.policies"
+BUILTIN: tuple[type[Any], ...] = (Normal, GlobalComplete, GlobalEnqueue, Fine, Adaptive, Unordered)
+
+
+def names() -> tuple[str, ...]:
+    """Names that `--policy` accepts besides `path/file.py:Class`."""
+    return (*(cls.name for cls in BUILTIN), *(entry.name for entry in entry_points(group=GROUP)))
+
+
+def load(spec: str) -> type[Any]:
+    """The policy class that `spec` names. Raises UsageError: unknown (with nearest names), or a file that fails."""
+    name, _ = split(spec)
+    for cls in BUILTIN:
+        if cls.name == name:
+            return cls
+    if ".py:" in name:
+        return _from_file(name)
+    for entry in entry_points(group=GROUP):
+        if entry.name == name:
+            try:
+                return _checked(entry.load(), name)
+            except (ImportError, AttributeError) as error:
+                raise UsageError(f"policy {name}: entry point {entry.value} does not load: {error}") from error
+    near = difflib.get_close_matches(name, names(), n=3) or list(names())
+    raise UsageError(f"unknown policy {name!r}: did you mean {', '.join(near)}? (or path/file.py:Class)")
+
+
+def create(spec: str, limits: Limits) -> Policy:
+    """A policy object for one rank. Raises UsageError as `load`, and for a config that does not fit."""
+    cls = load(spec)
+    name, options = split(spec)
+    config_type = getattr(cls, "Config", None)
+    if options and config_type is None:
+        raise UsageError(f"policy {name} takes no options, but got {', '.join(options)}")
+    if config_type is None or not options:
+        policy: Policy = cls(limits)
+        return policy
+    fields = [field.name for field in dataclasses.fields(config_type)]
+    for key in options:
+        if key not in fields:
+            raise UsageError(f"policy {name} has no option {key!r}: it has {', '.join(fields)}")
+    policy = cls(limits, config_type(**options))
+    return policy
+
+
+def split(spec: str) -> tuple[str, dict[str, Any]]:
+    """(name, options) of a spec. Raises UsageError for options that are not key=value."""
+    head, _, tail = spec.rpartition(":")
+    if not head or "=" not in tail:
+        return spec, {}
+    options: dict[str, Any] = {}
+    for item in tail.split(","):
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"policy option {item!r} in {spec!r}: write key=value")
+        options[key.strip()] = _value(value, spec)
+    return head, options
+
+
+def _value(text: str, spec: str) -> Any:
+    if "+" in text:
+        return tuple(_value(part, spec) for part in text.split("+"))
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise UsageError(f"policy option value {text!r} in {spec!r}: write a number, or numbers joined by +")
+
+
+def _from_file(name: str) -> type[Any]:
+    path, _, attribute = name.rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"policy file {path}: there is no such file")
+    label = f"turnstile_policy_{file.stem}"
+    spec = importlib.util.spec_from_file_location(label, file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"policy file {path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[label] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        line = getattr(error, "lineno", None) or _last_line(error, str(file))
+        raise UsageError(f"policy file {path}:{line}: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        found = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == label]
+        raise UsageError(f"policy file {path} has no class {attribute!r}: it has {', '.join(found) or 'none'}")
+    return _checked(getattr(module, attribute), name)
+
+
+def _last_line(error: BaseException, file: str) -> int:
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _checked(cls: Any, name: str) -> type[Any]:
+    if not isinstance(cls, type) or not callable(getattr(cls, "plan", None)) or not callable(getattr(cls, "turn", None)):
+        raise UsageError(f"policy {name} is not a class with `plan` and `turn`: subclass kernel.sched.planner.Planner")
+    return cls
