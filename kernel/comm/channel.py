@@ -7,12 +7,14 @@ passed step s+1, where all members have arrived only after they had finished rea
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.comm.futex import Fence, Futex
-from kernel.comm.shared import Arena
 from kernel.comm.shared_map import HEADER, Region
 from kernel.errors import Divergence, RankLost
+
+if TYPE_CHECKING:
+    from kernel.comm.shared import Arena
 
 RECHECK_S: Final = 0.05
 """How often a sleeper looks again by itself. Wake-ups are not lost; this bounds the damage should one be."""

@@ -1,8 +1,8 @@
 """Sleeping and waking on a 32-bit word of shared memory, and the memory fence that goes with it. Linux only.
 
-`futex(2)`: the kernel puts the caller to sleep only if the word still holds the value that the caller saw. The word lies
-in a shared mapping, so the operations are the shared ones (no FUTEX_PRIVATE_FLAG) and work across processes. ctypes
-releases the GIL around a foreign call, so a sleeping stream thread does not stop its process.
+`futex(2)`: the kernel puts the caller to sleep only if the word still holds the value that the caller saw. The word
+lies in a shared mapping, so the operations are the shared ones (no FUTEX_PRIVATE_FLAG) and work across processes.
+ctypes releases the GIL around a foreign call, so a sleeping stream thread does not stop its process.
 """
 
 from __future__ import annotations

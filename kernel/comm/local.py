@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
-from kernel.ports import Tensor
-from kernel.topology import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernel.ports import Tensor
+    from kernel.topology import Role
 
 
 class LocalCollectives:
@@ -23,7 +27,7 @@ class LocalCollectives:
     def reduce_scatter(self, role: Role, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """x. Raises UsageError unless `sizes` is one number."""
         if len(sizes) != 1:
-            raise UsageError(f"reduce_scatter over {role} with {len(sizes)} sizes in a world of one rank: give one size")
+            raise UsageError(f"reduce_scatter over {role} with sizes {list(sizes)} in a world of one rank: give one")
         return x
 
     def close(self) -> None:

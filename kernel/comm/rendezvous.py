@@ -12,11 +12,13 @@ import asyncio
 import os
 import struct
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.comm.futex import Fence
-from kernel.comm.shared import Arena
 from kernel.errors import Divergence, RankLost, UsageError
+
+if TYPE_CHECKING:
+    from kernel.comm.shared import Arena
 
 PAYLOAD: Final = 4000
 """Bytes of one rank's payload, at most."""

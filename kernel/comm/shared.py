@@ -12,17 +12,20 @@ import os
 import random
 import struct
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.comm.futex import Fence, Futex
 from kernel.comm.shared_map import ABORT_AT, FDS_AT, PAGE, STATUS, ArenaMap, Region
 from kernel.errors import RankLost, UsageError
-from kernel.request import Phase
 from kernel.topology import Role, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kernel.request import Phase
 
 _MAGIC: Final = b"TURNSTIL"
 _VERSION: Final = 1
@@ -87,9 +90,9 @@ class Arena:
     def attach(cls, fd: int, rank: int) -> Arena:
         """A rank's side, over the inherited descriptor; takes the descriptors over. Raises UsageError."""
         head = os.pread(fd, _HEAD.size, 0)
-        magic, version, size, adp, ep, capacity = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", *[0] * 5)
-        if magic != _MAGIC or version != _VERSION:
-            raise UsageError(f"descriptor {fd} is not this version's shared memory: start ranks with the command itself")
+        if len(head) < _HEAD.size or _HEAD.unpack(head)[:2] != (_MAGIC, _VERSION):
+            raise UsageError(f"descriptor {fd} is not this version's shared memory: let the command start the ranks")
+        size, adp, ep, capacity = _HEAD.unpack(head)[2:]
         if not 0 <= rank < size:
             raise UsageError(f"rank {rank} attached to shared memory of {size} ranks: rank must be 0 to {size - 1}")
         bells = struct.unpack(f"={size}i", os.pread(fd, 4 * size, FDS_AT))

@@ -11,13 +11,15 @@ Memory that nobody touches costs nothing, so data slots can be generous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.request import Phase
 from kernel.topology import Role, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PAGE: Final = 4096
 LINE: Final = 64

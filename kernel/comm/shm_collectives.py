@@ -1,28 +1,31 @@
 """Collectives of one phase over shared memory, on CPU tensors.
 
-Every member reduces in member order (accumulating 16-bit floats in float32), so results are bitwise equal on all members
-and do not depend on timing, on chunking or on who reduced. Small payloads go *direct*: one step, then every member
-reduces everything. Large ones are *split*: every member reduces its share and publishes that in a second step. Payloads
-larger than a data slot go in chunks.
+Every member reduces in member order (accumulating 16-bit floats in float32), so results are bitwise equal on all
+members and do not depend on timing, on chunking or on who reduced. Small payloads go *direct*: one step, then every
+member reduces everything. Large ones are *split*: every member reduces its share and publishes that in a second step.
+Payloads larger than a data slot go in chunks.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from kernel.comm.channel import Channel
-from kernel.comm.shared import Arena
 from kernel.comm.shared_map import HEADER
 from kernel.errors import UsageError
-from kernel.request import Phase
 from kernel.topology import Role
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernel.comm.shared import Arena
+    from kernel.request import Phase
+
 SPLIT_BYTES: Final = 1 << 17
-"""All-reduce payloads above this, in groups of more than two, are split (bench: two steps then cost less than adding)."""
+"""All-reduce payloads above this, in groups of more than two, are split (measured: a second step costs less there)."""
 _PLANS: Final = 128
 _WIDE: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 

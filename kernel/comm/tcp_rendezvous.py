@@ -1,91 +1,45 @@
 """The all-rank control phase over TCP, for a world of several hosts.
 
-Rank 0 listens; every other rank connects and proves that it knows the token (an HMAC of a nonce, so the token itself never
-travels). In each exchange rank 0 collects everybody's tag and payload and sends all of them to everybody. A message is
-a length and that many bytes; its first byte says what it is.
+Rank 0 listens, the others connect. In each exchange rank 0 collects everybody's tag and payload and sends all of them
+to everybody. While connecting, both ends prove that they know the token (`kernel.comm.tcp_link.proof`); nothing else
+that a stranger sends is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import os
-import socket
 import struct
-from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.comm.rendezvous import PAYLOAD, TAG, check_sizes, compare_tags, missed
+from kernel.comm.tcp_link import NONCE, Link, proof
 from kernel.errors import RankLost, UsageError
 
-_LENGTH: Final = struct.Struct("!I")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HELLO: Final = struct.Struct(f"!I{NONCE}s32s")
 _ROUND: Final = struct.Struct("!cQ")
 _PART: Final = struct.Struct("!II")
-_HELLO: Final = struct.Struct("!cI32s")
-_LARGEST_FROM_STRANGER: Final = _HELLO.size
-HELLO, ARRIVE, ALL, LOST, WELCOME = b"H", b"A", b"R", b"L", b"W"
-
-
-class _Peer(asyncio.Protocol):
-    """One connection: cuts the byte stream into messages."""
-
-    def __init__(self, on_message: Callable[[_Peer, bytes], None], on_lost: Callable[[_Peer], None]) -> None:
-        self._on_message, self._on_lost = on_message, on_lost
-        self._data = bytearray()
-        self.transport: asyncio.Transport | None = None
-        self.rank: int | None = None
-        self.nonce = os.urandom(32)
-        self.largest = _LARGEST_FROM_STRANGER
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        link = transport.get_extra_info("socket")
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
-            if length > self.largest:
-                self.drop()
-                return
-            if len(self._data) < _LENGTH.size + length:
-                return
-            message = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
-            del self._data[: _LENGTH.size + length]
-            self._on_message(self, message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost(self)
-
-    def send(self, message: bytes) -> None:
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(_LENGTH.pack(len(message)) + message)
-
-    def drop(self) -> None:
-        self._data.clear()
-        if self.transport is not None:
-            self.transport.close()
+_LARGEST_PART: Final = _PART.size + TAG + PAYLOAD
+_ALL, _LOST = b"A", b"L"
+_STRANGER_S: Final = 10.0
+_RETRY_S: Final = 0.05
 
 
 class TcpRendezvous:
-    """`kernel.ports.Rendezvous` of one rank; made by `open`. deadline_s as in `SharedRendezvous`."""
+    """`kernel.ports.Rendezvous` of one rank; made by `open`. deadline_s: as in `SharedRendezvous`."""
 
-    def __init__(self, rank: int, size: int, token: str, deadline_s: float | None) -> None:
+    def __init__(self, rank: int, size: int, token: str, deadline_s: float | None = None) -> None:
         self.rank, self.size = rank, size
-        self._token, self._deadline_s = token.encode(), deadline_s
-        self._server: asyncio.Server | None = None
-        self._peers: dict[int, _Peer] = {}
-        self._parts: dict[int, dict[int, tuple[bytes, bytes]]] = {}
-        self._round = 0
-        self._complete: dict[int, list[tuple[bytes, bytes]]] = {}
+        self._token, self._deadline_s = token, deadline_s
+        self._links: dict[int, Link] = {}
+        self._number = 0
+        self._here: dict[int, dict[int, bytes]] = {}  # on rank 0: exchange -> rank -> its part
+        self._done: dict[int, list[bytes]] = {}  # exchange -> all parts
         self._lost: str | None = None
         self._changed: asyncio.Future[None] | None = None
-        self._closed = False
-        self.port = 0
-        """Where rank 0 listens."""
 
     @classmethod
     async def open(
@@ -100,22 +54,24 @@ class TcpRendezvous:
         connect_s: float = 60.0,
         listening: Callable[[int], None] | None = None,
     ) -> TcpRendezvous:
-        """Connect all ranks; returns on each once it is connected (on rank 0: once everybody is).
+        """Connect all ranks; returns once this rank is connected (rank 0: once everybody is).
 
-        host, port: where rank 0 listens (only for this host by default; port 0: any free one, told to `listening`).
-        Raises UsageError when rank 0 cannot listen there, RankLost when not all are connected after `connect_s`.
+        host, port: where rank 0 listens, by default only for this host; port 0: any free one, told to `listening`.
+        connect_s: seconds to wait for the others. Raises UsageError when rank 0 cannot listen there, RankLost naming
+        the ranks that are missing when the time is over.
         """
         self = cls(rank, size, token, deadline_s)
+        doing = f"rank {rank} connecting at {host}:{port}"
         try:
             async with asyncio.timeout(connect_s):
-                if rank == 0:
-                    await self._listen(host, port, listening)
-                else:
-                    await self._connect(host, port)
+                if rank:
+                    await self._connect(host, port, doing)
+                elif size > 1:
+                    await self._listen(host, port, doing, listening)
         except TimeoutError:
-            late = sorted(set(range(1, size)) - set(self._peers)) if rank == 0 else [0]
+            missing = [0] if rank else [r for r in range(1, size) if r not in self._links]
             self.close()
-            raise missed(f"rank {rank} connecting at {host}:{port or self.port}", late, connect_s) from None
+            raise missed(doing, missing, connect_s) from None
         except BaseException:
             self.close()
             raise
@@ -130,94 +86,170 @@ class TcpRendezvous:
         name = check_sizes(tag, payload)
         if self._changed is not None:
             raise RuntimeError(f"rank {self.rank} exchanges {tag!r} within an exchange: await one at a time")
-        self._round += 1
-        number = self._round
+        self._number = number = self._number + 1
         doing = f"rank {self.rank} in exchange {number} ({tag})"
+        part = _PART.pack(len(name), len(payload)) + name + payload
         if self.rank == 0:
-            self._arrive(0, number, name, payload)
-        elif 0 in self._peers:
-            self._peers[0].send(_ROUND.pack(ARRIVE, number) + _part(name, payload))
+            self._arrive(0, number, part)
+        else:
+            self._links[0].send(_ROUND.pack(_ALL, number) + part)
         try:
             async with asyncio.timeout(self._deadline_s):
-                while number not in self._complete:
-                    await self._change(doing)
+                await self._until(lambda: number in self._done, doing)
         except TimeoutError:
-            late = [r for r in range(self.size) if r not in self._parts.get(number, {})] if self.rank == 0 else [0]
+            here = self._here.get(number, {})
+            late = [0] if self.rank else [r for r in range(self.size) if r not in here]
             error = missed(doing, late, self._deadline_s or 0.0)
             self._end(str(error))
             raise error from None
-        parts = self._complete.pop(number)
-        compare_tags(number, [name for name, _ in parts])
-        return [payload for _, payload in parts]
+        pairs = [_unpack(part) for part in self._done.pop(number)]
+        compare_tags(number, [name for name, _ in pairs])
+        return [payload for _, payload in pairs]
 
     def close(self) -> None:
-        """Close the connections; an exchange in progress raises RankLost. Idempotent."""
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
-        for peer in list(self._peers.values()):
-            peer.drop()
+        """End the connections; an exchange in progress raises RankLost. Idempotent."""
+        self._lost = self._lost or "its rendezvous was closed"
+        for link in self._links.values():
+            link.drop()
         self._notify()
 
     # -- connecting ---------------------------------------------------------------------------------------------
 
-    async def _listen(self, host: str, port: int, listening: Callable[[int], None] | None) -> None:
+    async def _listen(
+        self, host: str, port: int, doing: str, listening: Callable[[int], None] | None
+    ) -> None:
+        strangers: set[Link] = set()
+
+        def stranger() -> Link:
+            link = Link(_HELLO.size, self._admit, self._ended)
+            strangers.add(link)
+            loop.call_soon(link.send, link.nonce)
+            loop.call_later(_STRANGER_S, _drop_stranger, link)
+            return link
+
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._stranger, host, port)
+            server = await loop.create_server(stranger, host, port)
         except OSError as error:
-            raise UsageError(f"rank 0 cannot listen at {host}:{port} ({error.strerror}): choose a free port") from None
-        self.port = self._server.sockets[0].getsockname()[1]
-        if listening is not None:
-            listening(self.port)
-        while len(self._peers) < self.size - 1:
-            await self._change(f"rank 0 listening at {host}:{self.port}")
-        self._server.close()
+            raise UsageError(f"rank 0 cannot listen at {host}:{port} ({error.strerror}): give a free port") from None
+        try:
+            if listening is not None:
+                listening(server.sockets[0].getsockname()[1])
+            await self._until(lambda: len(self._links) == self.size - 1, doing)
+        finally:
+            server.close()
+            for link in strangers:
+                _drop_stranger(link)
 
-    def _stranger(self) -> _Peer:
-        return _Challenger(self._admit, self._gone)
-
-    def _admit(self, peer: _Peer, message: bytes) -> None:
-        if peer.rank is not None:
-            self._received(peer, message)
+    def _admit(self, link: Link, message: bytes) -> None:
+        """On rank 0: a stranger's first message, or a member's part of an exchange."""
+        if link.peer is not None:
+            _, number = _ROUND.unpack_from(message)
+            self._arrive(link.peer, number, message[_ROUND.size :])
             return
-        proof = b""
-        rank = -1
-        if len(message) == _HELLO.size and message[:1] == HELLO:
-            _, rank, proof = _HELLO.unpack(message)
-        expected = _proof(self._token, peer.nonce, rank)
-        if not (hmac.compare_digest(proof, expected) and 0 < rank < self.size and rank not in self._peers):
-            peer.drop()
+        rank, nonce, answer = _HELLO.unpack(message) if len(message) == _HELLO.size else (0, b"", b"")
+        known = hmac.compare_digest(answer, proof(self._token, link.nonce, rank))
+        if not (known and 0 < rank < self.size and rank not in self._links):
+            link.drop()
             return
-        peer.rank, peer.largest = rank, _ROUND.size + _PART.size + TAG + PAYLOAD
-        self._peers[rank] = peer
-        peer.send(WELCOME)
+        link.peer, link.largest = rank, _ROUND.size + _LARGEST_PART
+        self._links[rank] = link
+        link.send(proof(self._token, nonce, 0))
         self._notify()
 
-    async def _connect(self, host: str, port: int) -> None:
+    async def _connect(self, host: str, port: int, doing: str) -> None:
         loop = asyncio.get_running_loop()
-        while not self._welcome:
-            peer = _Peer(self._greeted, self._gone)
-            peer.largest = self.size * (_PART.size + TAG + PAYLOAD) + _ROUND.size
+        greetings: list[bytes] = []
+
+        def greeted(link: Link, message: bytes) -> None:
+            if link.peer is not None:
+                self._receive(message)
+            elif not greetings:
+                greetings.append(message)
+                link.send(_HELLO.pack(self.rank, link.nonce, proof(self._token, message, self.rank)))
+            elif hmac.compare_digest(message, proof(self._token, link.nonce, 0)):
+                link.peer, self._links[0] = 0, link
+                self._notify()
+            else:
+                link.drop()
+
+        def ended(link: Link) -> None:
+            if link.peer is None:
+                self._lost = f"rank 0 at {host}:{port} refused the connection; give all ranks the same token and world"
+                self._notify()
+            else:
+                self._ended(link)
+
+        largest = _ROUND.size + self.size * _LARGEST_PART
+        while True:
+            with_rank_0 = Link(largest, greeted, ended)
             try:
-                await loop.create_connection(lambda peer=peer: peer, host, port)  # type: ignore[misc]
+                await loop.create_connection(lambda link=with_rank_0: link, host, port)  # type: ignore[misc]
             except OSError:  # rank 0 does not listen yet
-                await asyncio.sleep(0.05)
-                continue
-            while 0 not in self._peers:
-                await self._change(f"rank {self.rank} connecting to rank 0 at {host}:{port}")
-            return
-
-    _welcome = False
-
-    def _greeted(self, peer: _Peer, message: bytes) -> None:
-        if peer.rank is not None:
-            self._received(peer, message)
-        elif message == WELCOME:
-            peer.rank = 0
-            self._peers[0] = peer
-            self._notify()
-        else:
-            peer.send(_HELLO.pack(HELLO, self.rank, _proof(self._token, message, self.rank)))
+                await asyncio.sleep(_RETRY_S)
+            else:
+                break
+        await self._until(lambda: 0 in self._links, doing)
 
     # -- running ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, rank: int, number: int, part: bytes) -> None:
+        here = self._here.setdefault(number, {})
+        here[rank] = part
+        if len(here) == self.size:
+            parts = [part for _, part in sorted(self._here.pop(number).items())]
+            for link in self._links.values():
+                link.send(_ROUND.pack(_ALL, number) + b"".join(parts))
+            self._done[number] = parts
+            self._notify()
+
+    def _receive(self, message: bytes) -> None:
+        kind, number = _ROUND.unpack_from(message)
+        if kind == _LOST:
+            self._end(message[_ROUND.size :].decode(errors="replace"))
+            return
+        parts, at = [], _ROUND.size
+        while at < len(message):
+            stop = at + _PART.size + sum(_PART.unpack_from(message, at))
+            parts.append(message[at:stop])
+            at = stop
+        self._done[number] = parts
+        self._notify()
+
+    def _ended(self, link: Link) -> None:
+        if link.peer is not None:
+            self._end(f"rank {link.peer} ended its connection")
+
+    def _end(self, reason: str) -> None:
+        """The run is over for this rank; rank 0 tells the others why."""
+        if self._lost is None:
+            self._lost = reason
+            if self.rank == 0:
+                for link in self._links.values():
+                    link.send(_ROUND.pack(_LOST, self._number) + reason.encode()[:PAYLOAD])
+            self._notify()
+
+    async def _until(self, ready: Callable[[], bool], doing: str) -> None:
+        while not ready():
+            if self._lost is not None:
+                raise RankLost(f"{doing} was given up: {self._lost}")
+            self._changed = asyncio.get_running_loop().create_future()
+            try:
+                await self._changed
+            finally:
+                self._changed = None
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+
+def _drop_stranger(link: Link) -> None:
+    if link.peer is None:
+        link.drop()
+
+
+def _unpack(part: bytes) -> tuple[bytes, bytes]:
+    name_length, length = _PART.unpack_from(part)
+    middle = _PART.size + name_length
+    return part[_PART.size : middle], part[middle : middle + length]

@@ -152,8 +152,8 @@ def read_run(run: str | os.PathLike[str], *, since: int = -1) -> dict[int, Recor
         folder = folder / "record"
     try:
         names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise _unusable(folder, error.strerror or str(error)) from None
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, getattr(error, "strerror", None) or str(error)) from None
     recordings = {}
     for name in names:
         if match := re.fullmatch(r"rank(\d{1,9})\.ring", name):
@@ -208,7 +208,7 @@ def _read(path: Path, fd: int, since: int) -> Recording:
         groups=groups,
         capacity=capacity,
         events=events,
-        dropped=oldest if since < oldest else 0,
+        dropped=oldest,
         torn=max(0, newest + 1 - oldest - len(events)),
         truncated=os.fstat(fd).st_size < events_at + capacity * EVENT.size,
         closed_ns=closed or None,

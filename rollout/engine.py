@@ -1,0 +1,403 @@
+"""The Python API: an engine on this host's ranks, sessions that keep their KV between turns, streaming generation.
+
+    async with Engine("path/to/checkpoint", World(4, adp=2, ep=4), policy="fine") as engine:
+        session = engine.session()
+        async for output in session.generate(prompt_ids, SamplingParams(max_tokens=64)):
+            print(output.token, output.logprob)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import AsyncIterator, Generator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import models
+from kernel.errors import RankLost, TurnstileError, UsageError
+from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UsePolicy
+from kernel.request import Request, SamplingParams
+from kernel.sched import registry
+from kernel.sched.policy import Limits
+from kernel.topology import World
+from rollout import wire
+from rollout.launcher import Launcher, failure
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token and its log-probability under the distribution it was drawn from."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished turn. Times are monotonic nanoseconds. finish_reason: stop, length or abort.
+
+    cached_tokens: prompt tokens whose KV was kept from earlier turns. token_ns: when each token was committed.
+    """
+
+    request: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    submitted_ns: int
+    first_token_ns: int
+    finished_ns: int
+    token_ns: tuple[int, ...]
+
+
+class Generation:
+    """One turn: iterate over it for tokens as they come, await it for the whole; either, or both."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self.request = engine, request
+        self._outputs: list[TokenOutput] = []
+        self._stamps: list[int] = []
+        self._cached = 0
+        self._finish = ""
+        self._finished_ns = 0
+        self._error: TurnstileError | None = None
+        self._grown = asyncio.Event()
+        self._submitted_ns = engine.now_ns()
+
+    def abort(self) -> None:
+        """End the turn; tokens drawn so far are its result. Nothing if it has ended."""
+        if not self._finish and self._error is None:
+            self._engine._send(Abort(self.request.id))
+
+    async def __aiter__(self) -> AsyncIterator[TokenOutput]:
+        at = 0
+        while True:
+            while at < len(self._outputs):
+                yield self._outputs[at]
+                at += 1
+            if self._error is not None:
+                raise self._error
+            if self._finish:
+                return
+            await self._wait()
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        return self._complete().__await__()
+
+    async def _complete(self) -> Completion:
+        while not self._finish:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        return Completion(
+            request=self.request.id,
+            tokens=tuple(output.token for output in self._outputs),
+            logprobs=tuple(output.logprob for output in self._outputs),
+            finish_reason=self._finish,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self._cached,
+            submitted_ns=self._submitted_ns,
+            first_token_ns=self._stamps[0] if self._stamps else self._finished_ns,
+            finished_ns=self._finished_ns,
+            token_ns=tuple(self._stamps),
+        )
+
+    async def _wait(self) -> None:
+        self._grown.clear()
+        await self._grown.wait()
+
+    def _take(self, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:
+        if token >= 0:
+            self._outputs.append(TokenOutput(token, logprob))
+            self._stamps.append(stamp)
+        self._cached = cached
+        if finish:
+            self._finish, self._finished_ns = finish, stamp
+        self._grown.set()
+
+    def _fail(self, error: TurnstileError) -> None:
+        if not self._finish:
+            self._error = error
+            self._grown.set()
+
+
+class Session:
+    """Turns that share a context: each reuses the KV of the tokens it has in common with the one before."""
+
+    def __init__(self, engine: Engine, number: int, replica: int) -> None:
+        self._engine, self.id, self.replica = engine, number, replica
+        self._turn: Generation | None = None
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Generation:
+        """Start a turn on the whole context `prompt` (token ids); returns at once.
+
+        Raises UsageError when the prompt is empty, has ids outside the vocabulary, or does not fit the KV pool or the
+        model's positions with its longest output; or while the session's last turn has not ended.
+        """
+        if self._turn is not None and not self._turn._finish:
+            raise UsageError(f"session {self.id}: its last turn has not ended; await it, or open another session")
+        self._turn = self._engine._submit(self, tuple(prompt), params or SamplingParams())
+        return self._turn
+
+    async def close(self) -> None:
+        """Abort the turn, if any, and drop the session's KV."""
+        self._engine._close_session(self)
+
+
+class Engine:
+    """A model served by `world.size` rank processes on this host.
+
+    model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. out: run directory for the record (None:
+    no record). kv_tokens: KV pool of one replica. prefill_tokens: new tokens of a replica in one epoch. rows: requests
+    that decode together on one replica. threads: torch threads a rank. Raises UsageError for what cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        world: World | None = None,
+        *,
+        policy: str = "fine",
+        policy_config: dict[str, Any] | None = None,
+        device: str = "cpu",
+        out: str | Path | None = None,
+        kv_tokens: int | None = None,
+        prefill_tokens: int = 512,
+        rows: int = 64,
+        block_size: int = 16,
+        dtype: str = "float32",
+        threads: int = 1,
+        record_events: int = 1 << 18,
+    ) -> None:
+        if device != "cpu":
+            raise UsageError(f"--device {device}: this build serves on cpu")
+        self.world = world or World()
+        self.model = Path(model)
+        self._spec = spec(policy, policy_config)
+        self._out = Path(out) if out is not None else None
+        self.config = models.read_config(self.model)
+        models.check_split(self.config, self.world)
+        self._limits = Limits(
+            size=self.world.size,
+            replicas=self.world.adp,
+            boundaries=self.config.layers,
+            prefill_tokens=prefill_tokens,
+            rows=rows,
+            granule=self.world.atp,
+        )
+        registry.create(self._spec, self._limits)  # a policy that cannot be used is refused before ranks start
+        self._pool = (kv_tokens or 1 << 15) // block_size * block_size
+        self._settings = {
+            "world": asdict(self.world),
+            "limits": asdict(self._limits),
+            "model": str(self.model.resolve()),
+            "policy": self._spec,
+            "blocks": self._pool // block_size,
+            "block_size": block_size,
+            "dtype": dtype,
+            "threads": threads,
+            "record": str(self._out) if self._out else "",
+            "capacity": record_events,
+            "meta": {"size": self.world.size, "versions": versions()},
+        }
+        self._launcher: Launcher | None = None
+        self._turns: dict[int, Generation] = {}
+        self._load = [0] * self.world.adp
+        self._requests = self._sessions = 0
+        self._error: TurnstileError | None = None
+        self._quiet = asyncio.Event()
+        self._policy_changed = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._launcher = Launcher(self.world, self._settings)
+        try:
+            await self._launcher.start()
+        except BaseException:
+            await self._launcher.close("the engine did not start")
+            raise
+        self._reader = asyncio.create_task(self._listen(self._launcher), name="engine")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._launcher is not None
+        if self._error is None:
+            self._send(Stop())
+            try:
+                await asyncio.wait_for(self._stopped.wait(), 30)
+                await self._launcher.close()
+            except (TimeoutError, asyncio.CancelledError):
+                await self._launcher.close("the engine was closed")
+                raise
+        else:
+            await self._launcher.close("the engine was closed")
+        if self._reader is not None:
+            self._reader.cancel()
+
+    # -- what users do ------------------------------------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        """The clock of all times here: monotonic nanoseconds."""
+        return time.monotonic_ns()
+
+    def session(self) -> Session:
+        """A new session, on the replica with the fewest tokens promised."""
+        self._sessions += 1
+        replica = self._load.index(min(self._load))
+        self._load[replica] += 1
+        return Session(self, self._sessions, replica)
+
+    async def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Completion:
+        """One turn in a session of its own."""
+        session = self.session()
+        try:
+            return await session.generate(prompt, params)
+        finally:
+            await session.close()
+
+    async def flush(self) -> None:
+        """Drop the KV that idle sessions keep."""
+        self._send(Flush())
+
+    async def pause(self) -> None:
+        """Decode and admit nothing more; turns keep their KV."""
+        self._send(Pause())
+
+    async def resume(self) -> None:
+        """End a pause."""
+        self._send(Resume())
+
+    async def use_policy(
+        self, policy: str, config: dict[str, Any] | None = None, record: str | Path | None = None
+    ) -> None:
+        """Wait until all turns have ended, then go on under another policy, with a record of its own. Ranks stay up.
+
+        Raises UsageError for a policy that cannot be used.
+        """
+        new = spec(policy, config)
+        registry.create(new, self._limits)
+        while self._turns:
+            self._quiet.clear()
+            self._check()
+            await self._quiet.wait()
+        self._policy_changed.clear()
+        self._send(UsePolicy(new, str(record) if record else ""))
+        await self._policy_changed.wait()
+        self._check()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _submit(self, session: Session, prompt: tuple[int, ...], params: SamplingParams) -> Generation:
+        self._check()
+        if not prompt:
+            raise UsageError("an empty prompt: give at least one token id")
+        worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+        if not 0 <= worst < self.config.vocab_size:
+            raise UsageError(f"token id {worst}: the vocabulary has ids 0 to {self.config.vocab_size - 1}")
+        if not params.ignore_eos:
+            ends = {*params.stop_token_ids, *self.config.eos_token_ids}
+            params = replace(params, stop_token_ids=tuple(sorted(ends)))
+        self._requests += 1
+        request = Request(self._requests, session.id, session.replica, prompt, params)
+        if request.longest > min(self._pool, self.config.max_positions):
+            limit, knob = (
+                (self._pool, "KV pool (raise --kv-tokens)")
+                if self._pool <= self.config.max_positions
+                else (self.config.max_positions, "model's positions")
+            )
+            raise UsageError(
+                f"a turn of {len(prompt)} prompt tokens and up to {params.max_tokens} output tokens does not fit the"
+                f" {limit} tokens of the {knob}"
+            )
+        generation = self._turns[request.id] = Generation(self, request)
+        self._send(Submit(request))
+        return generation
+
+    def _close_session(self, session: Session) -> None:
+        self._load[session.replica] -= 1
+        if self._error is None and not self._stopped.is_set():
+            self._send(EndSession(session.id))
+
+    def _send(self, entry: Entry) -> None:
+        self._check()
+        assert self._launcher is not None, "use `async with Engine(...)`"
+        whole = {"entries": [wire.entry_to_json(entry)]}
+        if isinstance(entry, Submit):
+            short = {"entries": [wire.placeholder(entry)]}
+            owner = entry.request.replica
+            self._launcher.send(
+                [whole if self.world.replica(rank) == owner else short for rank in range(self.world.size)]
+            )
+        else:
+            self._launcher.send([whole] * self.world.size)
+
+    async def _listen(self, launcher: Launcher) -> None:
+        running = self.world.size
+        async for rank, message in launcher.messages():
+            if "outputs" in message:
+                for request, token, logprob, finish, cached, stamp in message["outputs"]:
+                    self._deliver(request, token, logprob, finish, cached, stamp)
+            elif "stopped" in message:
+                running -= 1
+                if running == 0:
+                    self._stopped.set()
+            else:
+                self._failed(failure(rank, message))
+
+    def _deliver(self, request: int, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:
+        if finish == "policy":
+            self._policy_changed.set()
+            return
+        turn = self._turns.get(request)
+        if turn is None:
+            return
+        turn._take(token, logprob, finish, cached, stamp)
+        if finish:
+            del self._turns[request]
+            if not self._turns:
+                self._quiet.set()
+
+    def _failed(self, error: TurnstileError) -> None:
+        # The first report names the cause; those of ranks that were waiting for it follow.
+        if self._error is None or (isinstance(self._error, RankLost) and not isinstance(error, RankLost)):
+            self._error = error
+        for turn in self._turns.values():
+            turn._fail(self._error)
+        self._quiet.set()
+        self._policy_changed.set()
+        self._stopped.set()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def spec(policy: str, config: dict[str, Any] | None) -> str:
+    """A policy spec with its options written into it."""
+    if not config:
+        return policy
+    options = ",".join(
+        f"{key}={'+'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+        for key, value in config.items()
+    )
+    return f"{policy}:{options}"
+
+
+def versions() -> dict[str, str]:
+    """Versions that a record and a report name."""
+    found = {"python": platform.python_version()}
+    for name in ("turnstile", "torch", "uvloop"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

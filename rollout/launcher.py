@@ -1,0 +1,141 @@
+"""Starts the ranks of one host as processes, and ends them: whatever happens, none outlives the launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernel.comm.shared import Arena
+from kernel.errors import RankLost, TurnstileError, UsageError
+from kernel.topology import World
+from rollout import wire
+
+_GRACE_S = 10.0
+
+
+@dataclass(slots=True)
+class Process:
+    """A rank's process and the socket to it."""
+
+    rank: int
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class Launcher:
+    """The ranks of `world` on this host. `start`, then `messages` and `send`; `close` always."""
+
+    def __init__(self, world: World, config: dict[str, Any]) -> None:
+        self.world, self._config = world, config
+        self._arena = Arena.create(world)
+        self._ranks: list[Process] = []
+        self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all ranks and wait until each has loaded its shards. Raises what a rank failed with."""
+        for rank in range(self.world.size):
+            self._ranks.append(await self._spawn(rank))
+        self._tasks = [asyncio.create_task(self._pump(process)) for process in self._ranks]
+        waiting = set(range(self.world.size))
+        while waiting:
+            rank, message = await self._messages.get()
+            if "ready" in message:
+                waiting.discard(rank)
+            else:
+                raise failure(rank, message)
+
+    def send(self, messages: list[dict[str, Any]]) -> None:
+        """One message a rank, in rank order."""
+        for process, message in zip(self._ranks, messages, strict=True):
+            process.writer.write(wire.pack(message))
+
+    async def messages(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """(rank, message) as they come; a rank that ends without a word gives {"lost": why}."""
+        while True:
+            yield await self._messages.get()
+
+    async def close(self, reason: str = "") -> list[int]:
+        """End the ranks, gently and then not; their exit codes. Idempotent."""
+        if reason:
+            self._arena.abort(reason)
+        codes = []
+        for process in self._ranks:
+            if process.process.returncode is None:
+                try:
+                    await asyncio.wait_for(process.process.wait(), _GRACE_S)
+                except TimeoutError:
+                    process.process.kill()
+                    await process.process.wait()
+            codes.append(process.process.returncode or 0)
+        for task in self._tasks:
+            task.cancel()
+        for process in self._ranks:
+            process.writer.close()
+        self._arena.close()
+        return codes
+
+    async def _spawn(self, rank: int) -> Process:
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rollout.worker",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(), *self._arena.fds),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": _search_path(), "OMP_NUM_THREADS": str(self._config["threads"])},
+                start_new_session=True,  # Ctrl-C is the launcher's to handle
+            )
+        except OSError as error:
+            raise UsageError(f"rank {rank} cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(wire.pack({**self._config, "rank": rank, "arena": self._arena.fd}))
+        return Process(rank, process, reader, writer)
+
+    async def _pump(self, process: Process) -> None:
+        last: dict[str, Any] = {}
+        while (message := await wire.read(process.reader)) is not None:
+            last = message
+            self._messages.put_nowait((process.rank, message))
+        code = await process.process.wait()
+        if "stopped" not in last and "failed" not in last:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            why = f"rank {process.rank} {how}"
+            self._arena.abort(why)
+            self._messages.put_nowait((process.rank, {"lost": why}))
+
+
+def failure(rank: int, message: dict[str, Any]) -> TurnstileError:
+    """The error that a rank's last message stands for."""
+    if "lost" in message:
+        return RankLost(message["lost"])
+    import kernel.errors
+
+    kind = getattr(kernel.errors, message.get("failed", ""), None)
+    text = message.get("message", f"rank {rank} sent {message}")
+    if "trace" in message:
+        print(message["trace"], file=sys.stderr, end="")
+    error = TurnstileError(text)
+    if isinstance(kind, type) and issubclass(kind, TurnstileError):
+        error = kind.__new__(kind)
+        error.args = (text,)
+    return error
+
+
+def _search_path() -> str:
+    """Where the ranks find this package, also when it runs from a checkout."""
+    here = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH", "")])])

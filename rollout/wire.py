@@ -1,0 +1,73 @@
+"""Messages between the engine and its ranks: a length, then JSON, over a stream socket that only they hold.
+
+Engine to rank: the configuration, then inbox entries. A rank that does not own a request's replica gets a placeholder
+that counts as an entry, so prompts travel only where they are used. Rank to engine: ready, outputs, failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from dataclasses import asdict
+from typing import Any
+
+from kernel.errors import TurnstileError
+from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UsePolicy
+from kernel.request import Request, SamplingParams
+
+_LENGTH = struct.Struct("<I")
+_LIMIT = 1 << 28
+
+_KINDS: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (Abort, EndSession, Flush, Pause, Resume, Stop, UsePolicy)
+}  # fmt: skip
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """One message, ready to be written."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message, None at the end of the stream. Raises TurnstileError on a message that is too long."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > _LIMIT:
+            raise TurnstileError(f"a control message of {length} bytes: the peer is not one of our ranks")
+        message: dict[str, Any] = json.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return message
+
+
+def entry_to_json(entry: Entry) -> dict[str, Any]:
+    """An inbox entry as a message."""
+    if isinstance(entry, Submit):
+        return {"entry": "Submit", **asdict(entry.request)}
+    return {"entry": type(entry).__name__, **asdict(entry)}
+
+
+def placeholder(entry: Submit) -> dict[str, Any]:
+    """A Submit for ranks of other replicas: it only counts."""
+    return {"entry": "Submit", "id": entry.request.id, "replica": entry.request.replica}
+
+
+def entry_from_json(message: dict[str, Any]) -> Entry:
+    """The inverse; a placeholder becomes a request without a prompt, which no rank of its replica ever sees."""
+    kind = message.pop("entry")
+    if kind != "Submit":
+        entry: Entry = _KINDS[kind](**message)
+        return entry
+    params = message.get("params", {})
+    params["stop_token_ids"] = tuple(params.get("stop_token_ids", ()))
+    return Submit(
+        Request(
+            id=message["id"],
+            session=message.get("session", -1),
+            replica=message["replica"],
+            prompt=tuple(message.get("prompt", ())),
+            params=SamplingParams(**params),
+        )
+    )

@@ -1,0 +1,204 @@
+"""One rank's process: `python -m rollout.worker <control descriptor>`, started by the launcher.
+
+It reads its configuration from the control socket, attaches to the world, loads its shards, and runs `kernel.rank.Rank`
+on uvloop until told to stop. When the socket closes, the launcher is gone and the rank ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kernel.errors import TurnstileError, UsageError
+from kernel.inbox import Inbox, UsePolicy
+from kernel.journal import Journal, groups
+from kernel.program import Program
+from kernel.rank import Ports, Rank
+from kernel.record import NullRecorder, Recorder, ring_path
+from kernel.replica import Output
+from kernel.request import Phase
+from kernel.sched import registry
+from kernel.sched.policy import Limits, Policy
+from kernel.topology import World
+from rollout import wire
+
+
+class Outbox:
+    """Outputs of one leader, sent once per turn of the loop."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._outputs: list[list[Any]] = []
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, output: Output) -> None:
+        """Send an output, stamped with the time at which it was committed."""
+        if not self._outputs:
+            self._loop.call_soon(self.flush)
+        self._outputs.append(
+            [output.request, output.token, output.logprob, output.finish, output.cached, time.monotonic_ns()]
+        )
+
+    def flush(self) -> None:
+        """Hand over what is there."""
+        if self._outputs:
+            self._writer.write(wire.pack({"outputs": self._outputs}))
+            self._outputs = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send any other message, in order."""
+        self.flush()
+        self._writer.write(wire.pack(message))
+
+
+class Gap:
+    """The loop's longest gap: how late a timer of a few milliseconds fired at worst."""
+
+    def __init__(self, journal: Journal, every_s: float = 0.02) -> None:
+        self._journal, self._every = journal, every_s
+        self._loop = asyncio.get_running_loop()
+        self._longest = 0.0
+        self._arm()
+
+    def _arm(self) -> None:
+        self._due = self._loop.time() + self._every
+        self._handle = self._loop.call_at(self._due, self._fire)
+
+    def _fire(self) -> None:
+        late = self._loop.time() - self._due
+        if late > self._longest:
+            self._longest = late
+            self._journal.mark("longest loop gap, ns", int(late * 1e9))
+        self._arm()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._handle.cancel()
+
+
+async def serve(control: socket.socket) -> int:
+    """Run one rank; its exit code."""
+    reader, writer = await asyncio.open_connection(sock=control)
+    config = await wire.read(reader)
+    if config is None:
+        return 1
+    outbox = Outbox(writer)
+    try:
+        await _run(config, reader, outbox)
+    except TurnstileError as error:
+        outbox.send({"failed": type(error).__name__, "message": str(error)})
+        code = 2 if isinstance(error, UsageError) else 1
+    except Exception as error:
+        import traceback
+
+        trace = "".join(traceback.format_exception(error))
+        outbox.send({"failed": type(error).__name__, "message": f"rank {config['rank']}: {error!r}", "trace": trace})
+        code = 1
+    else:
+        outbox.send({"stopped": config["rank"]})
+        code = 0
+    try:
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+    except OSError:
+        pass  # nobody is left to tell
+    return code
+
+
+async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Outbox) -> None:
+    import torch
+
+    import models
+    from kernel.cache import KVCache
+    from kernel.comm.shared import Arena, Liveness
+    from kernel.comm.rendezvous import SharedRendezvous
+    from kernel.comm.shm_collectives import SharedCollectives
+    from kernel.device.cpu import CpuDevice
+
+    rank, world = config["rank"], World(**config["world"])
+    arena = Arena.attach(config["arena"], rank)
+    limits = Limits(**{**config["limits"], "buckets": tuple(config["limits"]["buckets"])})
+    torch.manual_seed(0)
+    model = models.load(
+        Path(config["model"]),
+        world,
+        rank,
+        blocks=config["blocks"],
+        block_size=config["block_size"],
+        slots=limits.rows,
+        dtype=config["dtype"],
+    )
+    programs = [Program(world, phase, model.layers) for phase in Phase]
+
+    def open_record(directory: str, policy: str) -> Recorder | NullRecorder:
+        if not directory:
+            return NullRecorder()
+        meta = {**config["meta"], "policy": policy, "world": str(world)}
+        path = ring_path(directory, rank)
+        return Recorder(path, rank=rank, groups=groups(programs, rank), meta=meta, capacity=config["capacity"])
+
+    journal = Journal(open_record(config["record"], config["policy"]))
+
+    def use_policy(entry: UsePolicy) -> Policy:
+        policy = registry.create(entry.spec, limits)
+        journal.switch(open_record(entry.record, entry.spec))
+        return policy
+
+    collectives = {phase: SharedCollectives(arena, phase, rank) for phase in Phase}
+    device = CpuDevice(collectives, rank=rank, watch=journal.device, threads=config["threads"])
+    inbox = Inbox()
+    ports = Ports(
+        device=device,
+        rendezvous=SharedRendezvous(arena, rank),
+        model=model,
+        cache=KVCache(config["blocks"], config["block_size"]),
+        inbox=inbox,
+        journal=journal,
+        emit=outbox.emit,
+        use_policy=use_policy,
+    )
+    engine = Rank(rank, world, limits, registry.create(config["policy"], limits), ports)
+    arena.report(Liveness.RUNNING)
+    outbox.send({"ready": rank})
+    gap = Gap(journal)
+    listener = asyncio.create_task(_listen(reader, inbox, arena.abort), name="control")
+    try:
+        await engine.run()
+        arena.report(Liveness.ENDED)
+    except BaseException as error:
+        arena.report(Liveness.FAILED, f"{type(error).__name__}: {error}")
+        arena.abort(f"rank {rank} failed: {error}")
+        raise
+    finally:
+        listener.cancel()
+        gap.close()
+        await device.close()
+        ports.rendezvous.close()
+        journal.close()
+
+
+async def _listen(reader: asyncio.StreamReader, inbox: Inbox, abort: Any) -> None:
+    while (message := await wire.read(reader)) is not None:
+        inbox.put(*(wire.entry_from_json(entry) for entry in message["entries"]))
+    abort("the launcher has ended")
+
+
+def main() -> None:
+    """Entry point of the process."""
+    import uvloop
+
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
+    sys.setswitchinterval(0.0005)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(serve(control))
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

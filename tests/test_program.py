@@ -1,0 +1,111 @@
+"""The collective program against the published table, and the route against its definition."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel.errors import UsageError
+from kernel.program import Program, Site
+from kernel.request import Phase
+from kernel.topology import Role, World
+
+# (size, adp, ep, gather) -> P and D of one sparse layer, attention part | expert part. SGLang 0.5.15's sequences for
+# Qwen3-MoE; `cross` rows are the paper's Figure 2.
+TABLE = {
+    (2, 1, 1, "flat"): ("AR[TP] | AR[TP]", "AR[TP] | AR[TP]"),
+    (4, 1, 4, "flat"): ("AR[TP] | AR[TP]", "AR[TP] | AR[TP]"),
+    (4, 1, 2, "flat"): ("AR[TP] | AR[EP] AR[ETP]", "AR[TP] | AR[EP] AR[ETP]"),
+    (2, 2, 1, "flat"): ("AR[TP] | AR[TP]", "AG[TP] | RS[TP]"),
+    (2, 2, 2, "flat"): ("AR[TP] | RSv[TP]", "AG[TP] | RSv[TP]"),
+    (8, 8, 8, "cross"): ("AR[TP] | RSv[TP]", "AG[TP] | RSv[TP]"),
+    (4, 2, 1, "flat"): ("AR[TP] | AR[TP]", "RS[ATP] AG[TP] | RS[TP] AG[ATP]"),
+    (4, 2, 4, "flat"): ("AR[TP] | AR[TP]", "RS[ATP] AG[TP] | RS[TP] AG[ATP]"),
+    (8, 2, 4, "flat"): ("AR[TP] | AR[EP] AR[ETP]", "RS[ATP] AG[TP] | RS[TP] AG[ATP]"),
+    (4, 4, 2, "flat"): ("AR[TP] | AR[EP] AR[ETP]", "AG[TP] | RS[TP]"),
+    (4, 2, 4, "cross"): ("AR[TP] | AR[TP]", "RS[ATP] AG[ADP] AG[ATP] | RS[ATP] RS[ADP] AG[ATP]"),
+    # The corner of the variable reduce-scatter: e = d but attention-TP above 1 must not use it. Where EP and ADP, or ATP
+    # and ETP, have the same members they are one communicator, named by the first.
+    (4, 2, 2, "flat"): ("AR[TP] | AR[ADP] AR[ATP]", "RS[ATP] AG[TP] | RS[TP] AG[ATP]"),
+}
+
+
+def _text(program: Program, site: Site) -> str:
+    return " ".join(f"{call.op}[{call.role}]" for call in program.at(site, 0))
+
+
+@pytest.mark.parametrize("shape", TABLE, ids=str)
+def test_layer_sequences_are_those_of_the_table(shape: tuple[int, int, int, str]) -> None:
+    size, adp, ep, gather = shape
+    world = World(size, adp, ep, gather, "paper")
+    for phase, expected in zip((Phase.P, Phase.D), TABLE[shape], strict=True):
+        program = Program(world, phase, 3)
+        assert f"{_text(program, Site.GATHER)} | {_text(program, Site.SCATTER)}" == expected
+
+
+def test_figure_two_groups() -> None:
+    world = World(4, 2, 4, "cross", "paper")
+    assert world.groups[Role.ADP] == ((0, 2), (1, 3))
+    assert world.members(Role.ATP, 3) == (2, 3)
+
+
+worlds = st.integers(1, 3).flatmap(
+    lambda k: st.builds(
+        World,
+        st.just(2**k),
+        st.sampled_from([2**i for i in range(k + 1)]),
+        st.sampled_from([2**i for i in range(k + 1)]),
+        st.sampled_from(["flat", "cross"]),
+        st.sampled_from(["paper", "all", "none"]),
+    )
+)
+
+
+@given(worlds, st.sampled_from(Phase), st.integers(1, 5), st.data())
+def test_segments_partition_the_forward(world: World, phase: Phase, layers: int, data: st.DataObject) -> None:
+    program = Program(world, phase, layers)
+    cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
+    ends = [0, *cuts, layers]
+    parts = [program.segment(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    assert tuple(chain.from_iterable(parts)) == program.calls
+
+
+@given(worlds)
+def test_groups_partition_the_ranks(world: World) -> None:
+    for role, groups in world.groups.items():
+        assert sorted(chain.from_iterable(groups)) == list(range(world.size)), role
+        assert len({len(group) for group in groups}) == 1
+        assert world.groups[world.canonical(role)] == groups
+
+
+@given(worlds, st.integers(1, 3))
+def test_route_is_what_it_says(world: World, layers: int) -> None:
+    decode, prefill = (Program(world, phase, layers) for phase in (Phase.D, Phase.P))
+    assert not any(call.routed for call in decode.calls)
+    crossing = {
+        call.index
+        for call in prefill.calls
+        for mine in world.groups[call.role]
+        for other in decode.calls
+        for theirs in world.groups[other.role]
+        if len(set(mine) & set(theirs)) >= 2
+    }
+    assert {call.index for call in prefill.registered} == crossing
+    routed = {call.index for call in prefill.calls if call.routed}
+    if world.route == "none":
+        assert not routed
+    elif world.route == "all":
+        assert routed == crossing
+    else:
+        full = {c.index for c in prefill.calls if len(world.groups[c.role][0]) == world.size and c.op == "AR"}
+        assert routed == full
+        assert routed <= crossing
+
+
+@pytest.mark.parametrize(("size", "adp", "ep"), [(4, 3, 1), (4, 2, 3), (0, 1, 1), (6, 4, 2)])
+def test_sizes_that_do_not_divide_are_refused_with_what_fits(size: int, adp: int, ep: int) -> None:
+    with pytest.raises(UsageError, match="--world|--adp|--ep"):
+        World(size, adp, ep)

@@ -1,0 +1,44 @@
+"""`python -m turnstile` and the `turnstile` command. First it makes sure that the packages it runs are its own."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OWN: Final = {"kernel": "turnstile.py", "models": "config.py", "rollout": "cli.py", "verify": "__init__.py"}
+"""Our top-level packages, and a file that each holds. Other distributions and folders use such names too."""
+
+
+def intruder(home: Path) -> str | None:
+    """One line about a package of another origin that takes the place of ours; None if all lie in `home`."""
+    for name, file in OWN.items():
+        spec = find_spec(name)
+        if spec is None:
+            return f"the package `{name}` is missing beside {home / 'turnstile'}: install turnstile again"
+        places = [Path(place).resolve() for place in spec.submodule_search_locations or [spec.origin or ""]]
+        if places != [home / name] or not (home / name / file).is_file():
+            owners = [owner for owner in packages_distributions().get(name, []) if owner != "turnstile"]
+            whose = f"of the distribution {' and '.join(sorted(set(owners)))}" if owners else "another package"
+            cure = f"pip uninstall {owners[0]}" if owners else "rename it, or run from another directory"
+            return f"`{name}` at {places[0]} is {whose}, not turnstile's: {cure}"
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; its exit code (2 when a package is not ours)."""
+    if line := intruder(Path(__file__).resolve().parent.parent):
+        print("turnstile:", line, file=sys.stderr)
+        return 2
+    from rollout.cli import main as command
+
+    return command(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
