@@ -150,7 +150,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         return policy
 
     collectives = {phase: SharedCollectives(arena, phase, rank) for phase in Phase}
-    device = CpuDevice(collectives, rank=rank, watch=journal.device, threads=config["threads"])
+    device = CpuDevice(rank, collectives, threads=config["threads"], watch=journal.device)
     inbox = Inbox()
     ports = Ports(
         device=device,

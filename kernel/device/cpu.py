@@ -71,6 +71,7 @@ class CpuDevice:
     ) -> None:
         self.rank = rank
         self.layout = TorchLayout()
+        self.deferred = True
         self._collectives = dict(collectives)
         prepare = partial(torch.set_num_threads, threads)  # a setting of each thread
         self._decode = WorkerStream(Phase.D, f"rank{rank} D", prepare, watch)
