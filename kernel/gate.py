@@ -17,6 +17,7 @@ class Rank(Protocol):
     async def p_reached(self) -> None: ...
     async def p_enqueued(self) -> None: ...
     async def p_drained(self) -> None: ...
+    async def d_drained(self) -> None: ...
     def launch(self) -> None: ...
     def release(self, span: int) -> None: ...
 
@@ -54,6 +55,11 @@ class RankGate:
         """See `kernel.sched.policy.Gate`."""
         self._open("completed")
         await self._rank.p_drained()
+
+    async def drained(self) -> None:
+        """See `kernel.sched.policy.Gate`."""
+        self._open("drained")
+        await self._rank.d_drained()
 
     async def rendezvous(self, tag: str) -> None:
         """See `kernel.sched.policy.Gate`."""

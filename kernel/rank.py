@@ -198,6 +198,13 @@ class Rank:
             await self._epoch.drained()
             self._journal.wait("P device", leaves=True)
 
+    async def d_drained(self) -> None:
+        """Every D iteration enqueued so far has finished on this device."""
+        for flight in list(self._flights):
+            self._journal.wait(f"D {flight.round}", leaves=False)
+            await asyncio.shield(flight.task)
+            self._journal.wait(f"D {flight.round}", leaves=True)
+
     def launch(self) -> None:
         """Enqueue this round's D iteration, padded to the common bucket."""
         plan, rows = self._plan, [row for _, row in self._rows]

@@ -1,0 +1,45 @@
+"""Decoder families, checkpoint loading, sampling. A model talks to the kernel's step and ports alone.
+
+Importing this package imports no torch: `load` does, when it builds a model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from kernel.errors import UsageError
+from kernel.ports import Model
+from kernel.topology import World
+from models.config import FAMILIES, DecoderConfig, parse_config, read_config
+from models.shards import check_split, kv_bytes_per_token
+
+__all__ = ["FAMILIES", "DecoderConfig", "check_split", "kv_bytes_per_token", "load", "parse_config", "read_config"]
+
+
+def load(
+    path: str | Path,
+    world: World,
+    rank: int,
+    *,
+    blocks: int,
+    block_size: int,
+    slots: int,
+    dtype: object = "float32",
+    device: str = "cpu",
+) -> Model:
+    """The model in the Hugging Face checkpoint directory `path`, as `rank` of `world` holds it.
+
+    Only this rank's slices are read. blocks, block_size: KV pool, in blocks and in tokens a block. slots: rows of the
+    replica's slot table. dtype: `float32` or `bfloat16` (or the torch.dtype).
+    Raises UsageError on an unsupported family, bad config fields, tensors that do not fit (each listed), and a world
+    that the model does not divide over.
+    """
+    for name, value in (("blocks", blocks), ("block_size", block_size), ("slots", slots)):
+        if value < 1:
+            raise UsageError(f"{name}={value}: at least 1 is needed")
+    module = import_module(FAMILIES[read_config(path).model_type].module)
+    model: Model = module.load(
+        path, world, rank, blocks=blocks, block_size=block_size, slots=slots, dtype=dtype, device=device
+    )
+    return model

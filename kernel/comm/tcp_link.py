@@ -26,16 +26,20 @@ class Link(asyncio.Protocol):
     """One end of a connection.
 
     peer: the rank at the other end, None until it has proved that. largest: bytes of the longest message that it may
-    send; a longer one ends the connection. received, lost: called in the event loop.
+    send; a longer one ends the connection. received, lost, made: called in the event loop.
     """
 
     def __init__(
-        self, largest: int, received: Callable[[Link, bytes], None], lost: Callable[[Link], None]
+        self,
+        largest: int,
+        received: Callable[[Link, bytes], None],
+        lost: Callable[[Link], None],
+        made: Callable[[Link], None] | None = None,
     ) -> None:
         self.peer: int | None = None
         self.largest = largest
         self.nonce = os.urandom(NONCE)
-        self._received, self._lost = received, lost
+        self._received, self._lost, self._made = received, lost, made
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
 
@@ -45,6 +49,8 @@ class Link(asyncio.Protocol):
         link = transport.get_extra_info("socket")
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._made is not None:
+            self._made(self)
 
     def data_received(self, data: bytes) -> None:
         """asyncio's call."""

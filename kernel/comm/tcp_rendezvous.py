@@ -120,16 +120,14 @@ class TcpRendezvous:
     ) -> None:
         strangers: set[Link] = set()
 
-        def stranger() -> Link:
-            link = Link(_HELLO.size, self._admit, self._ended)
+        def greet(link: Link) -> None:
             strangers.add(link)
-            loop.call_soon(link.send, link.nonce)
+            link.send(link.nonce)
             loop.call_later(_STRANGER_S, _drop_stranger, link)
-            return link
 
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(stranger, host, port)
+            server = await loop.create_server(lambda: Link(_HELLO.size, self._admit, self._ended, greet), host, port)
         except OSError as error:
             raise UsageError(f"rank 0 cannot listen at {host}:{port} ({error.strerror}): give a free port") from None
         try:

@@ -276,13 +276,11 @@ def _whole(data: bytes, capacity: int) -> Iterator[tuple[int, int]]:
 
 
 def _strings(data: bytes) -> list[str]:
-    """The table, by id. An entry that is cut ends it."""
+    """The table, by id."""
     strings, at = [""], 0
     while at + LENGTH.size <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
         at += LENGTH.size
-        if at + length > len(data):
-            break
         strings.append(data[at : at + length].decode(errors="replace"))
         at += length
     return strings

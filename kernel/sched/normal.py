@@ -19,6 +19,7 @@ class Normal(Planner):
 
     async def turn(self, gate: Gate) -> None:
         if gate.p_active:
+            await gate.drained()
             gate.release(ALL)
             await gate.completed()
         gate.launch_decode()

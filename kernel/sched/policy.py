@@ -117,6 +117,9 @@ class Gate(Protocol):
     async def completed(self) -> None:
         """All enqueued P has finished on this rank's device, or there is none."""
 
+    async def drained(self) -> None:
+        """All enqueued D has finished on this rank's device, or there is none. Its tokens are committed later, with the lag."""
+
     async def rendezvous(self, tag: str) -> None:
         """All ranks are here. `pre-d` compares plan digests and order hashes; `post-d` ends the round's exchange."""
 

@@ -1,0 +1,100 @@
+"""Draws one token a row from its logits, for all rows together.
+
+Draws are counter-based: the uniform number of a draw is a function of the request's seed and of the position that the
+token takes, so a request's tokens depend neither on what it is batched with nor on which phase draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernel.request import SamplingParams
+
+_BITS: Final = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """The 64 low bits of `value` as torch's int64 holds them."""
+    value &= _BITS
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN: Final = _signed(0x9E3779B97F4A7C15)
+_MIX: Final = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser (Steele, Lea, Flood 2014) on int64, whose arithmetic wraps; shifts are made logical."""
+    for shift, factor in _MIX:
+        x = (x ^ ((x >> shift) & (_BITS >> shift))) * factor
+    return x
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
+    """One number in [0, 1) for each (seed, position): [n] float64, multiples of 2**-53. Seeds count modulo 2**64.
+
+    It is output `position + 1` of a splitmix64 generator that starts from the mixed seed.
+    """
+    keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
+    counters = torch.tensor(positions, dtype=torch.int64, device=device)
+    bits = _mix(_mix(keys + _GOLDEN) + (counters + 1) * _GOLDEN)
+    return ((bits >> 11) & (_BITS >> 11)).to(torch.float64) * 2.0**-53
+
+
+def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Log-probabilities that each row is drawn from: [n, vocab] float32; -inf for tokens that cannot be drawn.
+
+    Temperature, then top-k (tokens that tie with the k-th stay, as in transformers), then top-p (the smallest set of
+    most likely tokens whose probabilities reach it; ties by lower id), renormalised. Temperature 0 is the untruncated
+    distribution at temperature 1, of which greedy reports the log-probability.
+    """
+    logits = logits.float()
+    device = logits.device
+    if any(p.temperature != 1 for p in params):
+        # A temperature below float32's range is the greedy limit; the largest logit becomes 0, so nothing overflows.
+        heat = torch.tensor([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params], device=device)
+        logits = (logits - logits.amax(-1, keepdim=True)) / heat.unsqueeze(-1)
+    limits = [(p.top_k, p.top_p) if p.temperature else (0, 1.0) for p in params]
+    if any(k or p < 1 for k, p in limits):
+        logits = logits.masked_fill(_truncated(logits, limits), float("-inf"))
+    return logits.log_softmax(-1)
+
+
+def _truncated(logits: Tensor, limits: Sequence[tuple[int, float]]) -> Tensor:
+    """Which tokens top-k and top-p remove: [n, vocab] bool. limits: (top_k or 0, top_p) of each row."""
+    vocab, device = logits.shape[-1], logits.device
+    falling, order = logits.sort(dim=-1, descending=True, stable=True)
+    last = torch.tensor([min(k or vocab, vocab) - 1 for k, _ in limits], device=device).unsqueeze(-1)
+    falling = falling.masked_fill(falling < falling.gather(1, last), float("-inf"))
+    probs = falling.to(torch.float64).softmax(-1)
+    before = probs.cumsum(-1) - probs
+    # top_p 1 keeps all: rounding may let the sum reach 1 early.
+    reach = torch.tensor([p if p < 1 else 2.0 for _, p in limits], dtype=torch.float64, device=device).unsqueeze(-1)
+    removed = (before >= reach) | (falling == float("-inf"))
+    removed[:, 0] = False
+    return torch.empty_like(removed).scatter_(1, order, removed)
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(tokens [n] int64, log-probabilities [n] float32) of rows of logits [n, vocab].
+
+    positions: of the drawn tokens. Greedy where the temperature is 0: the lowest id of the largest logit, with its
+    log-probability at temperature 1. Otherwise the inverse of the cumulative distribution, in order of token ids.
+    """
+    if all(p.temperature == 0 for p in params):
+        best, token = logits.float().log_softmax(-1).max(-1)
+        return token, best
+    logp = distribution(logits, params)
+    cumulative = logp.to(torch.float64).exp_().cumsum_(-1)
+    total = cumulative[:, -1:]
+    share = uniform([p.seed for p in params], positions, logits.device).unsqueeze(-1)
+    # The first sum above a target below the total belongs to a token of positive probability.
+    target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, target, right=True)
+    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device).unsqueeze(-1)
+    token = torch.where(greedy, logp.argmax(-1, keepdim=True), drawn)
+    return token.squeeze(-1), logp.gather(1, token).squeeze(-1)

@@ -1,0 +1,221 @@
+"""The arguments of `turnstile rollout` and `turnstile compare`, and their defaults. Loads neither torch nor uvloop."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from kernel.errors import UsageError
+from kernel.topology import GATHERS, ROUTES, World
+from rollout.trace import PAPER_TRACE
+from rollout.trace_shape import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ROLLOUT: Final = "rollout"
+COMPARE: Final = "compare"
+COMPARED: Final = ("normal", "global_complete", "global_enqueue", "fine", "adaptive")
+DEVICES: Final = ("cpu", "cuda")
+TINY: Final = "tiny"
+
+DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        **asdict(World()),
+        "policy": None,
+        "span": None,
+        "model": TINY,
+        "trace": PAPER_TRACE,
+        "fraction": 1.0,
+        "turns": None,
+        "length_scale": 1.0,
+        "time_scale": 1.0,
+        "seed": 0,
+        "repeat": 1,
+        "max_concurrency": None,
+        "device": "cpu",
+        "kv_tokens": None,
+        "prefill_tokens": 512,
+        "rows": 64,
+        "out": None,
+        "json": False,
+        "demo": False,
+    }
+)
+DEMO: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        # The paper's crossed shape (section 2) at the size of a laptop: 16 conversations, 64 turns, at most 81 new
+        # tokens and 17 more of context each, so that a policy takes a few hundred decode iterations.
+        "size": 4,
+        "adp": 2,
+        "ep": 4,
+        "fraction": 0.125,
+        "turns": 4,
+        "length_scale": 0.05,
+        "time_scale": 0.01,
+        "prefill_tokens": 128,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one command was asked to do, checked. `model` is a checkpoint directory or `tiny`."""
+
+    command: str
+    world: World
+    policies: tuple[str, ...]
+    model: str
+    trace: str
+    shape: Shape
+    repeat: int
+    max_concurrency: int | None
+    device: str
+    kv_tokens: int | None
+    prefill_tokens: int
+    rows: int
+    out: Path | None
+    json: bool
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line and an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The arguments that were given, by name. Raises UsageError, with the nearest flags for an unknown one."""
+        known, unknown = self.parse_known_args(argv)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"see `{self.prog} --help`"
+            raise UsageError(f"unknown argument {unknown[0]!r}: {hint}")
+        return vars(known)
+
+
+def parser(command: str) -> Parser:
+    """The parser of `turnstile rollout` or `turnstile compare`; arguments that are not given leave no trace in it."""
+    about = {
+        ROLLOUT: "Replay a trace of multi-turn trajectories on real ranks and report what it took.",
+        COMPARE: "Replay the same trace under several scheduling policies, on ranks that stay up, side by side.",
+    }
+    made = Parser(
+        prog=f"turnstile {command}",
+        description=about[command],
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        epilog="Exit codes: 0 done, 1 the run failed, 2 unusable input, 130 interrupted (what is done is kept).",
+    )
+    _ranks(made)
+    _policies(made, command)
+    _workload(made)
+    _engine(made)
+    output = made.add_argument_group("output")
+    output.add_argument("--out", type=Path, metavar="DIR", help="directory of the run (default: runs/<UTC time>)")
+    output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def _ranks(made: Parser) -> None:
+    ranks = made.add_argument_group("ranks")
+    for flag, name, what in (
+        ("--world", "size", "number of ranks"),
+        ("--adp", "adp", "attention data parallelism: replicas that own requests"),
+        ("--ep", "ep", "expert parallelism: ranks that hold different experts"),
+    ):
+        ranks.add_argument(flag, dest=name, type=int, metavar="N", help=f"{what} (default: {DEFAULTS[name]})")
+    for flag, choices, what in (
+        ("--gather", GATHERS, "how decode collects all replicas' rows"),
+        ("--route", ROUTES, "prefill collectives that run on decode's stream"),
+    ):
+        ranks.add_argument(flag, choices=choices, help=f"{what} (default: {DEFAULTS[flag[2:]]})")
+    ranks.add_argument("--device", choices=DEVICES, help="where the ranks compute (default: cpu)")
+
+
+def _policies(made: Parser, command: str) -> None:
+    default = "fine" if command == ROLLOUT else " ".join(COMPARED)
+    policies = made.add_argument_group("policy")
+    policies.add_argument(
+        "--policy",
+        action="append",
+        metavar="POLICY",
+        help=f"a name, `name:key=value,...` or path/file.py:Class; may be given several times (default: {default})",
+    )
+    policies.add_argument("--span", type=int, metavar="K", help="segments a round of `fine` where it names no span")
+    if command == COMPARE:
+        policies.add_argument(
+            "--demo", action="store_true", help="a small run with good defaults: 4 ranks, 16 conversations, tiny model"
+        )
+
+
+def _workload(made: Parser) -> None:
+    workload = made.add_argument_group("workload")
+    for flag, kind, metavar, what in (
+        ("--trace", str, "FILE", "JSONL trace, plain or gzip, or `paper` (default: paper, which ships with turnstile)"),
+        ("--fraction", float, "F", "share of the trajectories, the first ones (default: 1)"),
+        ("--turns", int, "N", "at most N turns of each trajectory (default: all)"),
+        ("--length-scale", float, "F", "factor on new and output tokens, each at least 1 (default: 1)"),
+        ("--time-scale", float, "F", "factor on waits between turns, 0 for none (default: 1)"),
+        ("--seed", int, "N", "of the prompts' token ids (default: 0)"),
+        ("--repeat", int, "N", "runs of each policy; reports medians and interquartile ranges (default: 1)"),
+        ("--max-concurrency", int, "N", "trajectories in progress at once (default: all)"),
+    ):
+        workload.add_argument(flag, type=kind, metavar=metavar, help=what)
+
+
+def _engine(made: Parser) -> None:
+    engine = made.add_argument_group("engine")
+    engine.add_argument(
+        "--model", metavar="DIR", help="checkpoint directory, or `tiny`: a small random one is made (default: tiny)"
+    )
+    for flag, what in (
+        ("--kv-tokens", "KV pool of a replica, in tokens (default: the engine's choice)"),
+        ("--prefill-tokens", f"new tokens of a replica in one prefill epoch (default: {DEFAULTS['prefill_tokens']})"),
+        ("--rows", f"running requests of a replica (default: {DEFAULTS['rows']})"),
+    ):
+        engine.add_argument(flag, type=int, metavar="N", help=what)
+
+
+def parse(command: str, argv: Sequence[str]) -> Options:
+    """The options of one command. Raises UsageError (and SystemExit for --help)."""
+    given = parser(command).parse(argv)
+    values = {**DEFAULTS, **(DEMO if given.get("demo") else {}), **given}
+    for name in ("repeat", "prefill_tokens", "rows", "kv_tokens", "max_concurrency", "span"):
+        if values[name] is not None and values[name] < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {values[name]}: must be at least 1")
+    default = ("fine",) if command == ROLLOUT else COMPARED
+    return Options(
+        command=command,
+        world=World(values["size"], values["adp"], values["ep"], values["gather"], values["route"]),
+        policies=_specs(tuple(values["policy"] or default), values["span"]),
+        model=values["model"],
+        trace=values["trace"],
+        shape=Shape(values["fraction"], values["turns"], values["length_scale"], values["time_scale"], values["seed"]),
+        repeat=values["repeat"],
+        max_concurrency=values["max_concurrency"],
+        device=values["device"],
+        kv_tokens=values["kv_tokens"],
+        prefill_tokens=values["prefill_tokens"],
+        rows=values["rows"],
+        out=values["out"],
+        json=values["json"],
+    )
+
+
+def _specs(policies: tuple[str, ...], span: int | None) -> tuple[str, ...]:
+    """The policies as the engine is given them: `--span` is written into a plain `fine`."""
+    for policy in policies:
+        if policies.count(policy) > 1:
+            raise UsageError(f"--policy {policy} is given twice: use --repeat to run a policy several times")
+    if span is None:
+        return policies
+    if "fine" not in policies:
+        raise UsageError(f"--span {span} applies to `--policy fine`, which is not among {', '.join(policies)}")
+    return tuple(f"fine:span={span}" if policy == "fine" else policy for policy in policies)

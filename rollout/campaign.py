@@ -1,0 +1,269 @@
+"""`turnstile rollout` and `turnstile compare`: every policy, every repeat, on one set of ranks, into one directory.
+
+Everything that can be refused is refused before a rank starts. A short warm-up precedes the first run, so that no
+policy pays for the ranks' first steps. Repeats go round the policies, so that a drifting machine favours none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from kernel.errors import TurnstileError, UsageError
+from kernel.sched import registry
+from kernel.sched.policy import Limits
+from models.config import read_config
+from rollout import campaign_report, report_files, trace
+from rollout.args import TINY, Options, parse
+from rollout.progress import Progress
+from rollout.replay import Sink, replay
+from rollout.trace_shape import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from models.config import DecoderConfig
+    from rollout.lanes import Interval
+    from rollout.replay import Row
+    from rollout.trace import Trace, Trajectory
+
+WARM_UP_TOKENS: Final = 8
+MOST_EVENTS: Final = 1 << 18
+"""A record of this size takes 19 MB a rank."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One policy, one repeat. folder: holds `record/rank<k>.ring`. rows, intervals: filled as the run goes."""
+
+    policy: str
+    repeat: int
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """A checked command, ready to run."""
+
+    options: Options
+    out: Path
+    model: Path
+    config: DecoderConfig
+    title: str
+    trajectories: tuple[Trajectory, ...]
+    runs: tuple[Run, ...]
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """Run `turnstile rollout` or `turnstile compare`; 0, or 1 when turns ended early. Raises TurnstileError."""
+    options = parse(command, argv)
+    source = trace.read(options.trace)
+    campaign = prepare(options, source)
+    return execute(campaign, source)
+
+
+def prepare(options: Options, source: Trace) -> Campaign:
+    """Check everything and make the run's directory. Raises UsageError for whatever cannot be used."""
+    trajectories = options.shape.apply(source.trajectories)
+    for policy in options.policies:
+        registry.load(policy)
+    config = None if options.model == TINY else read_config(options.model)
+    if config is not None:
+        _fits(options, config, trajectories)
+    out = report_files.directory(options.out)
+    model = _tiny(out / "model", trajectories) if config is None else Path(options.model)
+    config = config or read_config(model)
+    limits = Limits(options.world.size, options.world.adp, config.layers, options.prefill_tokens, options.rows)
+    for policy in options.policies:
+        registry.create(policy, limits)
+    title = options.shape.describe(source)
+    return Campaign(options, out, model, config, title, trajectories, _runs(options, out))
+
+
+def execute(campaign: Campaign, source: Trace) -> int:
+    """Replay, then report; what was done is reported also when the run fails or is interrupted.
+
+    Input that turns out to be unusable before the first turn is done leaves no run behind.
+    """
+    out, loop_factory = campaign.out, _engine_part("uvloop", "new_event_loop")
+    about = {**report_files.surroundings(), **_about(campaign, source)}
+    report_files.write_json(out / "run.json", {**about, "status": "running"})
+    status = "failed"
+    try:
+        try:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(_replay_all(campaign))
+        except BaseExceptionGroup as group:
+            _raise_first(group)
+        status = "complete"
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        status = "interrupted"
+        done, asked = sum(len(run.rows) for run in campaign.runs), trace.counted(campaign.trajectories)[0]
+        raise KeyboardInterrupt(
+            f"interrupted: {done} of {asked * len(campaign.runs)} turns are done and kept in {out}"
+        ) from None
+    except UsageError:
+        status = "failed" if any(run.rows for run in campaign.runs) else "unusable"
+        raise
+    finally:
+        if status == "unusable":
+            for name in ("run.json", "requests.jsonl"):
+                (out / name).unlink(missing_ok=True)
+        else:
+            measured = campaign_report.measure(campaign, records=status == "complete")
+            report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
+            report_files.write_json(out / "run.json", {**about, "status": status})
+    campaign_report.draw(campaign)
+    return campaign_report.show(campaign, measured)
+
+
+# -- before ---------------------------------------------------------------------------------------------------------
+
+
+def _runs(options: Options, out: Path) -> tuple[Run, ...]:
+    """Repeats outermost. A lone run keeps its record in `out/record`, several keep theirs in a folder each."""
+    runs = []
+    for repeat in range(options.repeat):
+        for at, policy in enumerate(options.policies):
+            name = report_files.slug(policy)
+            if [report_files.slug(each) for each in options.policies].count(name) > 1:
+                name = f"{name}-{at}"
+            several = len(options.policies) * options.repeat > 1
+            folder = out / (f"{name}-{repeat}" if options.repeat > 1 else name) if several else out
+            runs.append(Run(policy, repeat, folder))
+    return tuple(runs)
+
+
+def _fits(options: Options, config: DecoderConfig, trajectories: Sequence[Trajectory]) -> None:
+    longest = max(trajectories, key=lambda each: each.longest)
+    for room, what in ((config.max_positions, "the model has positions"), (options.kv_tokens, "--kv-tokens is")):
+        if room is not None and longest.longest > room:
+            raise UsageError(
+                f"trajectory {longest.id} grows to {longest.longest} tokens, but {what} {room}: lower --length-scale"
+                f" (to about {options.shape.length_scale * room / longest.longest:.2g}) or --turns"
+            )
+
+
+def _tiny(path: Path, trajectories: Sequence[Trajectory]) -> Path:
+    """A small random checkpoint with room for the longest trajectory."""
+    write: Callable[..., Any] = _engine_part("models.tiny", "write_checkpoint")
+    write(path, max_positions=max(4096, *(each.longest for each in trajectories)))
+    return path
+
+
+def _about(campaign: Campaign, source: Trace) -> dict[str, Any]:
+    options = campaign.options
+    return {
+        "world": {**asdict(options.world), "atp": options.world.atp, "etp": options.world.etp},
+        "device": options.device,
+        "policies": list(options.policies),
+        "model": {"path": str(campaign.model), "type": campaign.config.model_type, "layers": campaign.config.layers},
+        "trace": {"name": source.name, "format": source.format, "sha256": source.sha256, **asdict(options.shape)},
+        "slice": campaign.title,
+        "repeat": options.repeat,
+        "max_concurrency": options.max_concurrency,
+        "kv_tokens": options.kv_tokens,
+        "prefill_tokens": options.prefill_tokens,
+        "rows": options.rows,
+    }
+
+
+def _engine_part(module: str, name: str) -> Any:
+    """Something that needs the `engine` extra. Raises UsageError that names what is missing."""
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"this command needs the `engine` extra ({error.name} is not installed): pip install -e '.[engine]'"
+        ) from None
+
+
+# -- during ---------------------------------------------------------------------------------------------------------
+
+
+async def _replay_all(campaign: Campaign) -> None:
+    options, trajectories = campaign.options, campaign.trajectories
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    sink = Sink(campaign.out / "requests.jsonl")
+    engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
+    requests = trace.counted(trajectories)[0]
+    try:
+        with Progress(enabled=not options.json) as progress:
+            async with engine_class(
+                campaign.model,
+                options.world,
+                policy=options.policies[0],
+                device=options.device,
+                kv_tokens=options.kv_tokens,
+                prefill_tokens=options.prefill_tokens,
+                rows=options.rows,
+                record_events=_events(campaign),
+            ) as engine:
+                await _warm_up(engine, campaign)
+                for run in campaign.runs:
+                    label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
+                    progress.begin(label, requests)
+
+                    def done(row: Row, run: Run = run) -> None:
+                        run.rows.append(row)
+                        sink(row)
+                        progress.advance(row.output_tokens)
+
+                    await engine.flush()
+                    await engine.use_policy(run.policy, record=run.folder)
+                    await replay(
+                        engine,
+                        trajectories,
+                        policy=run.policy,
+                        vocabulary=campaign.config.vocab_size,
+                        seed=options.shape.seed,
+                        repeat=run.repeat,
+                        max_concurrency=options.max_concurrency,
+                        done=done,
+                    )
+    finally:
+        sink.close()
+
+
+def _events(campaign: Campaign) -> int:
+    """Events that a record must hold so that it keeps a whole run, where that is not too many.
+
+    At worst every output token has a D iteration of its own and every request an epoch; a forward has at most six
+    collectives a layer, of three events each, and a round a dozen events of its own.
+    """
+    requests, _, outputs = trace.counted(campaign.trajectories)
+    new = sum(turn.new_tokens for each in campaign.trajectories for turn in each.turns)
+    layers, epochs = campaign.config.layers, requests + new // campaign.options.prefill_tokens
+    forward = 3 * (6 * layers + 2) + 15
+    need = outputs * forward + epochs * (forward + 15 * layers)
+    return min(MOST_EVENTS, 1 << max(12, need.bit_length()))
+
+
+async def _warm_up(engine: Any, campaign: Campaign) -> None:
+    """One short turn on each replica, unrecorded."""
+    some = replace(Shape(), turns=1).apply(campaign.trajectories[: campaign.options.world.adp])
+    short = [
+        replace(each, turns=(trace.Turn(min(each.turns[0].new_tokens, WARM_UP_TOKENS), WARM_UP_TOKENS),))
+        for each in some
+    ]
+    await replay(engine, short, policy="warm-up", vocabulary=campaign.config.vocab_size, done=lambda _: None)
+
+
+def _raise_first(group: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise what a person should see of several errors: input that cannot be used, else our first, else all."""
+    ours = group.subgroup(TurnstileError)
+    if ours is None:
+        raise group
+    usage = ours.subgroup(UsageError)
+    error: BaseException = usage or ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    raise error from group

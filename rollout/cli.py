@@ -1,0 +1,99 @@
+"""The `turnstile` command: finds the subcommand, and turns what happens into an exit code and at most one line.
+
+Exit codes: 0 done, 1 the run failed, 2 unusable input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kernel.errors import TurnstileError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Command(NamedTuple):
+    """A subcommand. main: `module:function` that takes (name, arguments) and returns an exit code; loaded when used."""
+
+    name: str
+    about: str
+    main: str
+
+
+COMMANDS: Final = (
+    Command(
+        "rollout", "replay a trace of trajectories on real ranks: table, JSON, PNG, record", "rollout.campaign:main"
+    ),
+    Command("compare", "several policies on the same trace, side by side, ranks kept up", "rollout.campaign:main"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name; by default the process's own); its exit code."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        return _say(error, 2)
+    except TurnstileError as error:
+        return _say(error, 1)
+    except KeyboardInterrupt as interrupt:
+        return _say(interrupt if interrupt.args else "interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has gone; what is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"turnstile {_version()}")
+        return 0
+    command = next((command for command in COMMANDS if command.name == argv[0]), None)
+    if command is None:
+        names = [command.name for command in COMMANDS]
+        near = difflib.get_close_matches(argv[0], names, n=2, cutoff=0.5) or names
+        what = "option" if argv[0].startswith("-") else "command"
+        raise UsageError(
+            f"unknown {what} {argv[0]!r}: did you mean {' or '.join(f'`turnstile {name}`' for name in near)}?"
+        )
+    module, _, function = command.main.partition(":")
+    run: Callable[[str, Sequence[str]], int] = getattr(import_module(module), function)
+    return run(command.name, argv[1:])
+
+
+def _help() -> str:
+    lines = [f"  {command.name:<10} {command.about}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: turnstile COMMAND [OPTIONS]",
+            "",
+            "Rollouts of MoE models whose prefill and decode share the same ranks, without deadlock.",
+            "",
+            *lines,
+            "",
+            "`turnstile COMMAND --help` lists a command's options.",
+        ]
+    )
+
+
+def _version() -> str:
+    try:
+        return version("turnstile")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _say(what: object, code: int) -> int:
+    print("turnstile:", " ".join(str(what).split()), file=sys.stderr)
+    return code

@@ -1,0 +1,190 @@
+"""Traces of trajectories: what a reader yields, and `read`, which finds the reader.
+
+A trajectory is one conversation: turns that depend on each other. Turn k's prompt is the whole context so far (the
+previous prompt and the tokens generated for it) and `new_tokens` more, so lengths and waits are all that is recorded.
+Two formats are read, plain or gzip: the shape of this project's own trace (`rollout.trace_paper`) and Mooncake JSONL
+with its multi-turn extension (`rollout.trace_mooncake`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import zlib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kernel.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PAPER_TRACE: Final = "paper"
+"""The name of the trace that ships with the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a trajectory, in tokens and milliseconds.
+
+    new_tokens: what the turn appends to the context. output_tokens: how many are generated. wait_ms: from the end of
+    the previous turn to the release of this one; on a first turn from the start of the replay. retained_tokens: context
+    that an earlier request left behind, input_tokens: the whole prompt, both as recorded. arrival_ms: recorded arrival
+    since the start of the trace, where the format has one.
+    """
+
+    new_tokens: int
+    output_tokens: int
+    wait_ms: float = 0.0
+    retained_tokens: int = 0
+    input_tokens: int = 0
+    arrival_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """Causally dependent turns, at least one."""
+
+    id: str
+    turns: tuple[Turn, ...]
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Prompt tokens of each turn when the trajectory is replayed: the context so far and the new tokens."""
+        lengths, context = [], 0
+        for turn in self.turns:
+            lengths.append(context + turn.new_tokens)
+            context = lengths[-1] + turn.output_tokens
+        return tuple(lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of context at the end of the last turn."""
+        return sum(turn.new_tokens + turn.output_tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A whole trace file. name: for titles. format: `paper` or `mooncake`. sha256: of the file's bytes."""
+
+    name: str
+    format: str
+    sha256: str
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One JSON object of a trace, with the place to name when a field is wrong.
+
+    Every accessor raises UsageError as `file:line: field 'name' ...`.
+    """
+
+    file: str
+    at: int
+    record: dict[str, Any]
+
+    def integer(self, field: str, least: int) -> int:
+        """An integer of at least `least`."""
+        value = self._present(field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(field, f"must be an integer of at least {least}")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A finite number of at least 0, in the field's own unit; `default` where it is absent or null."""
+        value = self.record.get(field)
+        if value is None and default is not None:
+            return default
+        value = self._present(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.error(field, "must be a finite number of at least 0")
+        return value
+
+    def name(self, field: str) -> str:
+        """An identifier: a string that is not empty, or an integer."""
+        value = self._present(field)
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise self.error(field, "must be an identifier (a string or an integer)")
+        return str(value)
+
+    def error(self, field: str, must: str) -> UsageError:
+        """The error to raise about `field`."""
+        seen = repr(self.record[field]) if field in self.record else "missing"
+        return UsageError(f"{self.file}:{self.at}: field {field!r} is {seen[:60]}: it {must}")
+
+    def _present(self, field: str) -> object:
+        if field not in self.record:
+            raise self.error(field, "is required")
+        return self.record[field]
+
+
+def read(source: str | Path) -> Trace:
+    """The trace in `source`: a path, or `paper` for the trace that ships with the package.
+
+    Raises UsageError when the file cannot be read, is empty, is in neither format, or has a malformed line (naming
+    file, line and field).
+    """
+    from rollout import trace_mooncake, trace_paper
+
+    if str(source) == PAPER_TRACE:
+        name, data = "paper_replay_1265", (files("rollout") / "data" / "paper_replay_1265.jsonl").read_bytes()
+        file = f"{name}.jsonl"
+    else:
+        path = Path(source)
+        name, file = path.name.removesuffix(".gz").removesuffix(".jsonl"), str(source)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--trace {source}: {error.strerror or error}; give a JSONL file or `paper`") from None
+    lines = _lines(file, data)
+    if not lines:
+        raise UsageError(f"--trace {source}: the file holds no requests")
+    first = lines[0]
+    if "conversation_id" in first.record:
+        kind, trajectories = "paper", trace_paper.trajectories(lines)
+    elif "input_length" in first.record:
+        kind, trajectories = "mooncake", trace_mooncake.trajectories(lines)
+    else:
+        raise UsageError(
+            f"{file}:{first.at}: neither a paper-shaped line (field 'conversation_id') nor a Mooncake line"
+            " (field 'input_length')"
+        )
+    return Trace(name, kind, hashlib.sha256(data).hexdigest(), trajectories)
+
+
+def _lines(file: str, data: bytes) -> list[Line]:
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UsageError(f"{file}: broken gzip data ({error})") from None
+    return [_parse(file, number, raw) for number, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
+
+
+def _parse(file: str, number: int, raw: bytes) -> Line:
+    try:
+        record = json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}:{number}: not UTF-8 text (byte {error.start + 1})") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{file}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+    except (RecursionError, ValueError) as error:
+        raise UsageError(f"{file}:{number}: not usable JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"{file}:{number}: not a JSON object: one object a line is needed")
+    return Line(file, number, record)
+
+
+def counted(trajectories: Iterable[Trajectory]) -> tuple[int, int, int]:
+    """(requests, input tokens as replayed, output tokens)."""
+    requests = inputs = outputs = 0
+    for trajectory in trajectories:
+        requests += len(trajectory.turns)
+        inputs += sum(trajectory.prompts)
+        outputs += sum(turn.output_tokens for turn in trajectory.turns)
+    return requests, inputs, outputs

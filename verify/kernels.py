@@ -1,0 +1,280 @@
+"""The simulated GPU below the ports: kernels, first-in-first-out queues, room on the device.
+
+A kernel starts when it is the head of its queue, the events it waits for have happened, it has arrived at the device
+and there is room for it; it finishes by itself (compute) or together with its peers (a collective,
+`verify.collectives`). The arrival at the device is a step of its own: arrivals of different queues compete for room and
+are granted it in order of arrival, the first that fits (the 'hardware queue'). That room is held until the kernel
+finishes is what makes the order of two queues matter (paper section 4, Figure 2).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from kernel.errors import UsageError
+from kernel.request import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from verify.scheduler import Alarm, Scheduler
+
+Entry = tuple[int, str, str, str]
+"""One line of a rank's log: virtual nanoseconds, what happened, where (a stream or "host"), to what."""
+
+
+class Meeting(Protocol):
+    """A collective, as one member's kernel sees it."""
+
+    def joined(self, kernel: Kernel) -> None:
+        """The kernel is resident."""
+
+    def missing(self) -> str:
+        """Who is not resident yet, and why, in words."""
+
+
+class Kernel:
+    """One piece of device work of one rank.
+
+    weight: room it takes, in slots (or CTAs). duration_ns: of a compute kernel alone on the device. meeting: its
+    collective. then: called when it has finished.
+    """
+
+    __slots__ = (
+        "alarm", "arrived", "blockers", "dropped", "duration_ns", "finished", "heirs", "label", "meeting", "queue",
+        "remaining_ns", "resident", "since_ns", "then", "weight",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        label: str,
+        weight: int = 0,
+        duration_ns: int = 0,
+        meeting: Meeting | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self.label, self.weight, self.duration_ns, self.meeting, self.then = label, weight, duration_ns, meeting, then
+        self.queue: Queue
+        self.blockers: list[Kernel] = []
+        self.heirs: list[Queue] = []
+        self.arrived = self.resident = self.finished = self.dropped = False
+        self.alarm: Alarm | None = None
+        self.remaining_ns, self.since_ns = duration_ns, 0
+
+    def __str__(self) -> str:
+        return f"{self.queue}: {self.label}"
+
+    def act(self) -> None:
+        """Finish: the time of a compute kernel is over."""
+        if not self.finished:
+            self.queue.chip.computed(self)
+
+
+class Queue:
+    """A stream: kernels in order of enqueue, each starting after the one before has finished."""
+
+    def __init__(self, chip: Chip, phase: Phase) -> None:
+        self.chip, self.phase = chip, phase
+        self.items: deque[Kernel] = deque()
+        self.edges: list[Kernel] = []
+        self.tail: Kernel | None = None
+        self._enabled = False
+
+    def __str__(self) -> str:
+        return f"rank {self.chip.rank} stream {self.phase}"
+
+    def append(self, kernel: Kernel) -> None:
+        """Enqueue a kernel behind all others; it also waits for the events that this queue was told to wait for."""
+        if kernel.weight > self.chip.capacity:
+            raise UsageError(
+                f"{self}: {kernel.label} takes {kernel.weight} slots of a device that has {self.chip.capacity}:"
+                " give the device more capacity or the phase less weight"
+            )
+        kernel.queue = self
+        if self.edges:
+            kernel.blockers = [edge for edge in self.edges if not edge.finished]
+            for blocker in kernel.blockers:
+                blocker.heirs.append(self)
+            self.edges.clear()
+        self.items.append(kernel)
+        self.tail = kernel
+        self.chip.outstanding += 1
+        self.chip.note("enqueue", self.phase, kernel.label)
+        if len(self.items) == 1:
+            self.look()
+
+    def record(self) -> list[Kernel]:
+        """What an event recorded now stands for."""
+        return [*self.edges, self.tail] if self.tail is not None and not self.tail.finished else list(self.edges)
+
+    def look(self) -> None:
+        """See whether the head can go on."""
+        while self.items and not self._enabled:
+            head = self.items[0]
+            if head.arrived or (head.blockers and any(not blocker.finished for blocker in head.blockers)):
+                return
+            if head.meeting is not None or head.duration_ns or head.weight:
+                self._enabled = True
+                self.chip.scheduler.enable(self)
+                return
+            head.arrived = True
+            self.chip.retire(head, chain=False)
+
+    def act(self) -> None:
+        """The head arrives at the device."""
+        self._enabled = False
+        if self.items and not self.items[0].arrived:
+            self.chip.arrive(self.items[0])
+
+    def why(self, kernel: Kernel) -> str:
+        """Why a kernel of this queue is not resident, in words."""
+        if kernel.dropped:
+            return "dropped when the device was closed"
+        head = self.items[0]
+        if kernel is not head:
+            return f"queued behind {head.label} on stream {self.phase}"
+        open_ = [blocker for blocker in kernel.blockers if not blocker.finished]
+        if open_:
+            return f"waits for {' and '.join(f'{each.label} on stream {each.queue.phase}' for each in open_)}"
+        return f"waits for {self.chip.room(kernel)}" if kernel.arrived else "about to start"
+
+
+class Chip:
+    """One rank's device: its queues and its room.
+
+    capacity: slots. contention: how much compute kernels that run at the same time slow each other down; at 0 not at
+    all, at 1 two of them take as long as one after the other. log: where events of this rank go, None for nowhere.
+    """
+
+    def __init__(
+        self, rank: int, scheduler: Scheduler, capacity: int, contention: float = 0.0, log: list[Entry] | None = None
+    ) -> None:
+        self.rank, self.scheduler, self.capacity, self.contention, self.log = rank, scheduler, capacity, contention, log
+        self.queues = {phase: Queue(self, phase) for phase in Phase}
+        self.outstanding = 0
+        self.idle: Callable[[], None] | None = None
+        self._used = 0
+        self._holders: list[Kernel] = []
+        self._hardware: list[Kernel] = []
+        self._computing: list[Kernel] = []
+
+    def note(self, what: str, where: str, which: str) -> None:
+        """Write a line of the log."""
+        if self.log is not None:
+            self.log.append((self.scheduler.now_ns, what, where, which))
+
+    # -- the life of a kernel -----------------------------------------------------------------------------------
+
+    def arrive(self, kernel: Kernel) -> None:
+        """A head is at the device: it starts, or waits for room."""
+        kernel.arrived = True
+        self.scheduler.progress += 1
+        if self._used + kernel.weight <= self.capacity:
+            self._start(kernel)
+        else:
+            self._hardware.append(kernel)
+
+    def _start(self, kernel: Kernel) -> None:
+        self._used += kernel.weight
+        if kernel.weight:
+            self._holders.append(kernel)
+        kernel.resident = True
+        self.note("start", kernel.queue.phase, kernel.label)
+        if kernel.meeting is not None:
+            kernel.meeting.joined(kernel)
+            return
+        self._computing.append(kernel)
+        kernel.since_ns = self.scheduler.now_ns
+        if self.contention and len(self._computing) > 1:
+            self._retime(len(self._computing) - 1)
+        else:
+            kernel.alarm = self.scheduler.alarm(kernel.since_ns + kernel.duration_ns, kernel)
+
+    def computed(self, kernel: Kernel) -> None:
+        """A compute kernel has finished."""
+        self._computing.remove(kernel)
+        if kernel.alarm is not None:
+            kernel.alarm.cancel()
+        if self.contention and self._computing:
+            self._retime(len(self._computing) + 1)
+        self.retire(kernel)
+
+    def retire(self, kernel: Kernel, chain: bool = True) -> None:
+        """A kernel has finished: its room, its successor (if `chain`) and whoever waits for it are set free."""
+        kernel.finished = True
+        self.scheduler.progress += 1
+        self.note("finish", kernel.queue.phase, kernel.label)
+        if kernel.resident and kernel.weight:
+            self._used -= kernel.weight
+            self._holders.remove(kernel)
+            self._grant()
+        kernel.queue.items.popleft()
+        self.outstanding -= 1
+        if kernel.then is not None:
+            kernel.then()
+        if chain:
+            kernel.queue.look()
+        for queue in kernel.heirs:
+            queue.look()
+        if not self.outstanding and self.idle is not None:
+            self.idle()
+
+    def drop(self) -> None:
+        """Forget all work that has not started."""
+        for queue in self.queues.values():
+            kept = [kernel for kernel in queue.items if kernel.resident]
+            lost = [kernel for kernel in queue.items if not kernel.resident]
+            queue.items = deque(kept)
+            for kernel in lost:
+                kernel.dropped = kernel.finished = True
+                self.outstanding -= 1
+                self.note("drop", queue.phase, kernel.label)
+                if kernel in self._hardware:
+                    self._hardware.remove(kernel)
+        if not self.outstanding and self.idle is not None:
+            self.idle()
+
+    # -- in words -----------------------------------------------------------------------------------------------
+
+    def room(self, kernel: Kernel) -> str:
+        """Who holds the room that `kernel` waits for."""
+        holders = " and ".join(f"{holder.label} of stream {holder.queue.phase}" for holder in self._holders)
+        return f"{kernel.weight} of {self.capacity} slots, held by {holders}"
+
+    def waits(self) -> list[str]:
+        """What the head of each queue waits for."""
+        lines = []
+        for queue in self.queues.values():
+            if queue.items:
+                head = queue.items[0]
+                if not head.resident:
+                    reason = queue.why(head)
+                else:
+                    reason = f"resident, waits for {head.meeting.missing()}" if head.meeting else "running"
+                lines.append(f"{head}: {reason}")
+        return lines
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _grant(self) -> None:
+        waiting = self._hardware
+        if not waiting:
+            return
+        self._hardware = []
+        for kernel in waiting:
+            if self._used + kernel.weight <= self.capacity:
+                self._start(kernel)
+            else:
+                self._hardware.append(kernel)
+
+    def _retime(self, before: int) -> None:
+        """The number of running compute kernels has changed from `before`: new finishing times."""
+        now, count = self.scheduler.now_ns, len(self._computing)
+        old, new = 1 / (1 + self.contention * (before - 1)), 1 + self.contention * (count - 1)
+        for kernel in self._computing:
+            kernel.remaining_ns -= int((now - kernel.since_ns) * old)
+            kernel.since_ns = now
+            if kernel.alarm is not None:
+                kernel.alarm.cancel()
+            kernel.alarm = self.scheduler.alarm(now + max(0, round(kernel.remaining_ns * new)), kernel)
