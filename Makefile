@@ -53,7 +53,7 @@ clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# `ready` is written last: an installation that was interrupted starts from nothing, one that is out of date goes on.
+# `ready` is written last: an installation that was interrupted starts again from nothing, a later update in place.
 $(VENV)/ready: pyproject.toml constraints.txt
 	@set -e; python=; \
 	for each in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
@@ -68,10 +68,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	        "install its venv module (on Debian and Ubuntu the package python3-venv)" >&2; exit 1; \
 	fi; \
 	echo "Installing into $(VENV), with $$("$$python" --version), what pyproject.toml asks for. To be downloaded, unless pip"; \
-	echo "has it already: about 330 MB, of which 190 MB are torch $(TORCH) as a build for CPUs (1.3 GB on disk)."; \
+	echo "has it already: about 310 MB, of which 190 MB are torch $(TORCH) as a build for CPUs (1.4 GB on disk)."; \
 	echo "Where pip finds torch's build for CUDA first, as on Linux with x86-64 by default, it is several GB instead;"; \
 	echo "PIP_ARGS='...' is passed on to pip, to tell it where builds for CPUs are."; \
-	if [ -e $@ ]; then rm $@; else "$$python" -m venv --clear $(VENV); fi; \
+	[ -e $@ ] || "$$python" -m venv --clear $(VENV); \
 	$(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) --editable '.[engine,test,dev]'; \
 	touch $@
 

@@ -6,13 +6,17 @@ Importing this package imports no torch: `load` does, when it builds a model.
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
-from kernel.ports import Model
-from kernel.topology import World
 from models.config import FAMILIES, DecoderConfig, parse_config, read_config
 from models.shards import check_split, kv_bytes_per_token
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kernel.ports import Model
+    from kernel.topology import World
 
 __all__ = ["FAMILIES", "DecoderConfig", "check_split", "kv_bytes_per_token", "load", "parse_config", "read_config"]
 

@@ -1,19 +1,25 @@
 """Attention over a paged KV pool: where a forward's tokens live in it, and attention of its rows over their blocks.
 
-Pool layout, for each layer: [blocks, 2, kv_heads, block_size, head_dim], keys then values. A block is contiguous (it can
-be copied whole), and a gather of (block, head) units yields keys and values that need no further copy.
+Pool layout, for each layer: [blocks, 2, kv_heads, block_size, head_dim], keys then values. A block is contiguous (it
+can be copied whole), and a gather of (block, head) units yields keys and values that need no further copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernel.request import Row
+from models.layers import ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernel.request import Row
 
 
 class KVPool:
@@ -25,14 +31,12 @@ class KVPool:
         shape = (layers, blocks, 2, kv_heads, block_size, head_dim)
         # Zeros, not empty: a masked token weighs 0, and 0 times a NaN left in memory would be NaN.
         self.storage = torch.zeros(shape, dtype=dtype, device=device)
-        self.block_size, self.kv_heads = block_size, kv_heads
-        self.cells = tuple(layer.view(-1, head_dim) for layer in self.storage)
-        """For each layer, one row a (block, key or value, head, place)."""
-        self.units = tuple(layer.view(-1, block_size * head_dim) for layer in self.storage)
-        """For each layer, one row a (block, key or value, head)."""
+        self.block_size, self.kv_heads, self.head_dim = block_size, kv_heads, head_dim
+        self._cells = tuple(layer.view(-1, head_dim) for layer in self.storage)
+        self._units = tuple(layer.view(-1, block_size * head_dim) for layer in self.storage)
         heads = torch.arange(2 * kv_heads, device=device)
-        self._cell_offsets = heads * block_size
-        self._unit_offsets = heads.view(2, 1, kv_heads, 1)
+        self._cell_heads, self._unit_heads = heads * block_size, heads.view(2, 1, kv_heads, 1)
+        self._seen, self._hidden = self.storage.new_zeros(()), self.storage.new_full((), float("-inf"))
 
     @property
     def keys(self) -> Tensor:
@@ -44,32 +48,43 @@ class KVPool:
         """[layers, blocks, block_size, kv_heads, head_dim], a view."""
         return self.storage[:, :, 1].transpose(2, 3)
 
-    def cell_index(self, blocks: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Where token i, at `positions[i]` in block `blocks[i]`, keeps its K keys and K values: [n * 2K]."""
-        size, stride = self.block_size, 2 * self.kv_heads * self.block_size
-        first = [block * stride + position % size for block, position in zip(blocks, positions, strict=True)]
-        base = torch.tensor(first, dtype=torch.int64, device=self.storage.device)
-        return (base.unsqueeze(-1) + self._cell_offsets).flatten()
+    def place(self, block: int, position: int) -> int:
+        """Where the token at `position`, in `block`, keeps its first key."""
+        return block * (2 * self.kv_heads * self.block_size) + position % self.block_size
 
-    def unit_index(self, tables: Sequence[Sequence[int]]) -> Tensor:
-        """Units of rows with equally long block tables: [2 * rows * K * blocks], in that order."""
-        table = torch.tensor(tables, dtype=torch.int64, device=self.storage.device) * (2 * self.kv_heads)
-        return (table.unsqueeze(1).unsqueeze(0) + self._unit_offsets).flatten()
+    def cells(self, places: Tensor) -> Tensor:
+        """Index of the K keys and K values of tokens at `places` [n]: [n * 2K]."""
+        return (places.unsqueeze(-1) + self._cell_heads).flatten()
 
-    def write(self, layer: int, index: Tensor, kv: Tensor) -> None:
-        """Keep kv [n, 2K, head_dim] (keys, then values) at `cell_index`."""
-        self.cells[layer].index_copy_(0, index, kv.flatten(0, 1))
+    def units(self, tables: Tensor) -> Tensor:
+        """Index of all that `read` reads for block tables [rows, depth]: [2 * rows * K * depth]."""
+        return (tables.unsqueeze(1) * (2 * self.kv_heads) + self._unit_heads).flatten()
 
-    def read(self, layer: int, index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values at `unit_index` of `rows` rows: each [rows, K, tokens, head_dim]."""
-        found = self.units[layer].index_select(0, index)
-        keys, values = found.view(2, rows, self.kv_heads, -1, self.storage.shape[-1]).unbind(0)
+    def mask(self, positions: Tensor, depth: int) -> Tensor:
+        """0 up to each of `positions` [..., 1] and -inf past it, over `depth` blocks: [..., tokens].
+
+        It is added to scores: a boolean mask would be converted in every layer.
+        """
+        reach = torch.arange(depth * self.block_size, device=positions.device)
+        return torch.where(reach > positions, self._hidden, self._seen)
+
+    def write(self, layer: int, cells: Tensor, kv: Tensor) -> None:
+        """Keep kv [n, 2K, head_dim] (keys, then values) at `cells`."""
+        self._cells[layer].index_copy_(0, cells, kv.flatten(0, 1))
+
+    def read(self, layer: int, units: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values at `units`: each [rows, K, tokens, head_dim]."""
+        found = self._units[layer].index_select(0, units)
+        keys, values = found.view(2, rows, self.kv_heads, -1, self.head_dim).unbind(0)
         return keys, values
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """One row of a prefill: its tokens [start, stop) of the forward. units, mask: None where it begins its context."""
+class Span:
+    """The fed tokens [start, stop) of one row that feeds several.
+
+    units, mask [fed, tokens]: what it reads from the pool; None where it begins its context and needs only itself.
+    """
 
     start: int
     stop: int
@@ -80,45 +95,48 @@ class Chunk:
 class Batch:
     """What all layers of one forward need to know of its rows, computed once.
 
-    positions: of each fed token, [n]. write: the pool cells of each fed token. A forward that feeds one token a row is
-    attended in one piece, padded to the longest row's blocks; other rows one by one.
+    tokens: fed tokens n. first: index of each row's first fed token. slots: of each row. positions: [n, 1, 1]. cells:
+    where the fed tokens go. single: every row feeds one token. Such rows are attended in one piece, padded to the
+    longest one's blocks (units, mask); others one by one (spans).
     """
 
-    def __init__(self, rows: Sequence[Row], pool: KVPool, dtype: torch.dtype) -> None:
-        size, device = pool.block_size, pool.storage.device
-        places = [position for row in rows for position in range(row.start, row.start + row.fed)]
-        blocks = [row.blocks[at // size] for row in rows for at in range(row.start, row.start + row.fed)]
-        self.tokens = len(places)
-        self.positions = torch.tensor(places, dtype=torch.int64, device=device)
-        self.write = pool.cell_index(blocks, places)
-        self.single = self.tokens == len(rows)
-        if self.single and rows:
-            depth = max(places) // size + 1
-            tables = [row.blocks[:depth] + (0,) * (depth - len(row.blocks)) for row in rows]
-            self.units = pool.unit_index(tables)
-            reach = torch.arange(depth * size, device=device)
-            self.mask = _additive(reach > self.positions.unsqueeze(-1), dtype)[:, None, None]
+    def __init__(self, rows: Sequence[Row], pool: KVPool) -> None:
+        size, device = pool.block_size, str(pool.storage.device)
+        fed = [row.fed for row in rows]
+        self.first = list(accumulate(fed, initial=0))
+        self.tokens = n = self.first.pop()
+        self.single = n == len(rows)
+        if self.single:
+            positions = [row.start for row in rows]
+            places = [pool.place(row.blocks[row.start // size], row.start) for row in rows]
         else:
-            self.chunks = self._chunks(rows, pool, dtype)
-
-    def _chunks(self, rows: Sequence[Row], pool: KVPool, dtype: torch.dtype) -> list[Chunk]:
-        chunks, at, size = [], 0, pool.block_size
-        for row in rows:
-            end = at + row.fed
-            units = mask = None
+            positions = [at for row, count in zip(rows, fed, strict=True) for at in range(row.start, row.start + count)]
+            places = [
+                pool.place(row.blocks[at // size], at)
+                for row, count in zip(rows, fed, strict=True)
+                for at in range(row.start, row.start + count)
+            ]
+        depth = max(positions, default=-1) // size + 1
+        tables = chain.from_iterable(row.blocks[:depth] + (0,) * (depth - len(row.blocks)) for row in rows)
+        # One transfer to the device for all of it.
+        sizes = (n, n, len(rows), len(rows) * depth)
+        numbers = ints([*positions, *places, *(row.slot for row in rows), *tables], device)
+        at, places_, self.slots, table = numbers.split_with_sizes(sizes)
+        self.positions = at.view(-1, 1, 1)
+        self.cells = pool.cells(places_)
+        table = table.view(len(rows), depth)
+        self.spans = []
+        if self.single:
+            self.units = pool.units(table)
+            self.mask = pool.mask(self.positions.unsqueeze(1), depth)
+            return
+        for number, (row, start) in enumerate(zip(rows, self.first, strict=True)):
+            stop, units, mask = start + row.fed, None, None
             if row.start:
-                depth = -(-(row.start + row.fed) // size)
-                units = pool.unit_index((row.blocks[:depth],))
-                reach = torch.arange(depth * size, device=self.positions.device)
-                mask = _additive(reach > self.positions[at:end].unsqueeze(-1), dtype)
-            chunks.append(Chunk(at, end, units, mask))
-            at = end
-        return chunks
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where attention may look and -inf where `hidden`; cheaper for all layers together than a boolean mask each."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+                deep = (row.start + row.fed - 1) // size + 1
+                units = pool.units(table[number : number + 1, :deep])
+                mask = pool.mask(at[start:stop].unsqueeze(-1), deep)
+            self.spans.append(Span(start, stop, units, mask))
 
 
 def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch) -> Tensor:
@@ -129,26 +147,23 @@ def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch) -> Ten
     """
     n, heads, dim = q.shape
     k = pool.kv_heads
-    group = heads // k
     if n == 0:
         return q.reshape(0, heads * dim)
     if batch.single:
         keys, values = pool.read(layer, batch.units, n)
-        grouped = q.reshape(n, k, group, dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask).reshape(n, heads * dim)
+        grouped = q.reshape(n, k, heads // k, dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, batch.mask).reshape(n, heads * dim)
     parts = []
-    for chunk in batch.chunks:
-        fed = chunk.stop - chunk.start
-        if chunk.units is None:
-            own = kv[chunk.start : chunk.stop].transpose(0, 1)
-            keys, values = own[:k].unsqueeze(1), own[k:].unsqueeze(1)
+    for span in batch.spans:
+        fed = span.stop - span.start
+        if span.units is None:
+            keys, values = kv[span.start : span.stop].transpose(0, 1).unsqueeze(1).split_with_sizes((k, k))
         else:
-            old_keys, old_values = pool.read(layer, chunk.units, 1)
-            keys, values = old_keys.transpose(0, 1), old_values.transpose(0, 1)
-        query = q[chunk.start : chunk.stop].transpose(0, 1).unflatten(0, (k, group))
-        shape = (k, group, keys.shape[2], dim)
+            keys, values = (part.transpose(0, 1) for part in pool.read(layer, span.units, 1))
+        query = q[span.start : span.stop].view(fed, k, heads // k, dim).permute(1, 2, 0, 3)
+        shape = (k, heads // k, keys.shape[2], dim)
         out = F.scaled_dot_product_attention(
-            query, keys.expand(shape), values.expand(shape), attn_mask=chunk.mask, is_causal=chunk.mask is None
+            query, keys.expand(shape), values.expand(shape), span.mask, is_causal=span.mask is None
         )
         parts.append(out.permute(2, 0, 1, 3).reshape(fed, heads * dim))
     return torch.cat(parts)

@@ -7,17 +7,19 @@ Layout (huggingface.co/docs/safetensors): `model.safetensors`, or several files 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernel.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -67,7 +69,9 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._slices.clear()
         self._opened.close()
 

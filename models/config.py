@@ -8,14 +8,16 @@ its fields, and the module whose `load` builds its model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import UsageError
 from models.fields import Fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 DTYPES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Element types that models run in, and their bytes."""
@@ -25,8 +27,9 @@ DTYPES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2
 class DecoderConfig:
     """What every decoder family has.
 
-    heads, kv_heads: of the whole model. head_dim: numbers in one head. max_positions: context the model was trained for,
-    in tokens. eos_token_ids: ids that end a text, empty if the file names none. dtype: element type of the checkpoint.
+    heads, kv_heads: of the whole model. head_dim: numbers in one head. max_positions: context that the model was
+    trained for, in tokens. eos_token_ids: ids that end a text, empty if the file names none. dtype: element type of the
+    checkpoint.
     """
 
     model_type: str
@@ -48,8 +51,8 @@ class DecoderConfig:
 class Qwen3MoeConfig(DecoderConfig):
     """Qwen3-MoE: grouped-query attention with normalised q and k, softmax top-k routing.
 
-    experts, experts_per_token, expert_width: E, k and the columns of one expert. dense_layers: layers with one plain MLP
-    of `dense_width` columns in place of experts. norm_topk_prob: the k routing weights are scaled to sum to 1.
+    experts, experts_per_token, expert_width: E, k and the columns of one expert. dense_layers: layers with one plain
+    MLP of `dense_width` columns in place of experts. norm_topk_prob: the k routing weights are scaled to sum to 1.
     attention_bias: q, k, v and o projections have biases.
     """
 
@@ -139,7 +142,7 @@ def read_config(path: str | Path) -> DecoderConfig:
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """The configuration in the parsed JSON object `raw`; `where` is named in errors. Raises UsageError as `read_config`."""
+    """The configuration in the parsed JSON object `raw`; `where` is named in errors. Raises as `read_config` does."""
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -8,13 +8,15 @@ expert and multiplies each group with its own weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DENSE_FLOPS: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float32: 12e6, torch.bfloat16: 1e6})
 """Below this much arithmetic dense was faster (one core of an EPYC 7003, torch 2.13, 8 to 64 experts)."""

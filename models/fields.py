@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _ABSENT: Final = object()
 
@@ -96,7 +98,7 @@ class Fields:
             if required:
                 self.refuse(f"{' (or '.join(spellings)}{')' * (len(spellings) - 1)} is missing")
             return _ABSENT
-        if any(value != values[0] for value in values):
+        if any(value != values[0] for value in values[1:]):
             self.refuse(" and ".join(f"{name} {value!r}" for name, value in given.items()) + " disagree")
         return values[0]
 

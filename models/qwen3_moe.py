@@ -5,25 +5,29 @@ Shapes use n (own fed tokens), full (rows of all replicas), Q and K (this rank's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernel.errors import UsageError
-from kernel.ports import Step
 from kernel.request import Row, Sampled
-from kernel.topology import World
 from models.attention import Batch, KVPool, attend
 from models.checkpoint import Checkpoint
 from models.config import Qwen3MoeConfig, read_config
 from models.experts import mixture, mlp, route
-from models.layers import Norm, Rotary, embed
-from models.qwen3_moe_weights import Layer, Weights, read_weights
+from models.layers import Norm, Rotary, embed, ints
+from models.qwen3_moe_weights import Weights, read_weights
 from models.sampling import sample
 from models.shards import dtype_name, shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kernel.ports import Step
+    from kernel.topology import World
 
 
 class Qwen3Moe:
@@ -33,7 +37,15 @@ class Qwen3Moe:
     """
 
     def __init__(
-        self, config: Qwen3MoeConfig, world: World, rank: int, weights: Weights, *, blocks: int, block_size: int, slots: int
+        self,
+        config: Qwen3MoeConfig,
+        world: World,
+        rank: int,
+        weights: Weights,
+        *,
+        blocks: int,
+        block_size: int,
+        slots: int,
     ) -> None:
         part = shard(config, world, rank)
         self.config, self.layers, self.weights = config, config.layers, weights
@@ -54,88 +66,85 @@ class Qwen3Moe:
     async def forward(self, step: Step, rows: Sequence[Row]) -> list[Sampled | None]:
         """One forward; see `kernel.ports.Model`. All sites of the program run, also with no rows."""
         await step.boundary(0)
-        batch = Batch(rows, self.pool, self._dtype)
+        batch = Batch(rows, self.pool)
         angles = self._rotary.angles(batch.positions, self._dtype)
-        hidden = step.embed(self._embed(rows))
-        for index, layer in enumerate(self.weights.layers):
-            norm_in, norm_qk, norm_post = self._norms[index]
-            partial = self._attention(index, layer, norm_in(hidden), norm_qk, hidden, angles, batch)
+        hidden = step.embed(self._embed(rows, batch))
+        for index in range(self.layers):
+            partial = self._attention(index, hidden, angles, batch)
             if index:
                 await step.boundary(index)
             full = step.gather(index, partial)
             residual = step.own(full)
-            hidden = residual + step.scatter(index, self._experts(layer, norm_post(full)))
-        return self._sample(step, rows, hidden)
+            hidden = residual + step.scatter(index, self._experts(index, full))
+        return self._sample(step, rows, batch, hidden)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _embed(self, rows: Sequence[Row]) -> Tensor:
+    def _embed(self, rows: Sequence[Row], batch: Batch) -> Tensor:
         """[n] ids, those that the device keeps in slots among them, to this shard's [n, hidden]."""
-        given = [token for row in rows for token in (row.tokens or (0,))]
-        kept = [(at, row.slot) for at, row in _starts(rows) if row.tokens is None]
-        slots = torch.tensor([slot for _, slot in kept], dtype=torch.int64, device=self._device)
-        if len(kept) == len(given):
-            tokens = self.slots.index_select(0, slots)
+        kept = [number for number, row in enumerate(rows) if row.tokens is None]
+        if len(kept) == batch.tokens:
+            tokens = self.slots.index_select(0, batch.slots)
         else:
-            tokens = torch.tensor(given, dtype=torch.int64, device=self._device)
+            tokens = ints([token for row in rows for token in (row.tokens or (0,))], self._device)
             if kept:
-                at = torch.tensor([at for at, _ in kept], dtype=torch.int64, device=self._device)
-                tokens.index_copy_(0, at, self.slots.index_select(0, slots))
+                last = self.slots.index_select(0, batch.slots)[kept]
+                tokens.index_copy_(0, ints([batch.first[number] for number in kept], self._device), last)
         return embed(self.weights.embed, self._first_id, tokens, self._whole_vocabulary)
 
-    def _attention(
-        self, index: int, layer: Layer, x: Tensor, norm: Norm, residual: Tensor, angles: tuple[Tensor, Tensor], batch: Batch
-    ) -> Tensor:
-        """This rank's heads' part of the layer's attention, and on the leader the residual: [n, hidden]."""
-        weights, q, k = layer.attention, self._q, self._k
-        heads = F.linear(x, weights.qkv, weights.qkv_bias).view(batch.tokens, q + 2 * k, self.config.head_dim)
-        turning = heads[:, : q + k]
-        self._rotary.turn(norm(turning), angles, out=turning)
-        kv = heads[:, q:]
-        self.pool.write(index, batch.write, kv)
+    def _attention(self, index: int, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        """This rank's heads' part of a layer's attention, the leader's with the residual: [n, hidden] twice."""
+        weights, q, k = self.weights.layers[index].attention, self._q, self._k
+        norm, norm_qk, _ = self._norms[index]
+        qkv = F.linear(norm(hidden), weights.qkv, weights.qkv_bias)
+        heads = qkv.view(batch.tokens, q + 2 * k, self.config.head_dim)
+        turning, kv = heads[:, : q + k], heads[:, q:]
+        self._rotary.turn(norm_qk(turning), angles, out=turning)
+        self.pool.write(index, batch.cells, kv)
         attended = attend(heads[:, :q], kv, self.pool, index, batch)
         if not self._leader:
             return torch.mm(attended, weights.out)
-        out = torch.addmm(residual, attended, weights.out)
+        out = torch.addmm(hidden, attended, weights.out)
         return out if weights.out_bias is None else out.add_(weights.out_bias)
 
-    def _experts(self, layer: Layer, x: Tensor) -> Tensor:
+    def _experts(self, index: int, full: Tensor) -> Tensor:
         """This rank's experts' and columns' part: [full, hidden] -> [full, hidden]."""
-        config, experts = self.config, layer.experts
+        config, experts = self.config, self.weights.layers[index].experts
+        x = self._norms[index][2](full)
         if experts.router is None:
             return mlp(x, experts.up[0], experts.down[0])
         share, chosen = route(x, experts.router, config.experts_per_token, config.norm_topk_prob)
         return mixture(x, share, chosen, experts.first, experts.up, experts.down, config.experts)
 
-    def _sample(self, step: Step, rows: Sequence[Row], hidden: Tensor) -> list[Sampled | None]:
+    def _sample(self, step: Step, rows: Sequence[Row], batch: Batch, hidden: Tensor) -> list[Sampled | None]:
         """Draw from the last fed token of each row that asks, keep the draws in the slots and return them."""
-        drawing = [(at + row.fed - 1, row) for at, row in _starts(rows) if row.sample is not None]
+        drawing = [number for number, row in enumerate(rows) if row.sample is not None]
         if len(drawing) != hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.tensor([at for at, _ in drawing], dtype=torch.int64, device=self._device))
-        shard = F.linear(self._norm(hidden), self.weights.head)
-        logits = step.head(shard)[:, : self.config.vocab_size]
-        results: list[Sampled | None] = [None] * len(rows)
-        if drawing:
-            params = [row.sample for _, row in drawing if row.sample is not None]
-            tokens, logprobs = sample(logits, params, [row.start + row.fed for _, row in drawing])
-            slots = torch.tensor([row.slot for _, row in drawing], dtype=torch.int64, device=self._device)
-            self.slots.index_copy_(0, slots, tokens)
-            drawn = iter(map(Sampled, tokens.tolist(), logprobs.tolist()))
-            results = [None if row.sample is None else next(drawn) for row in rows]
-        return results
-
-
-def _starts(rows: Sequence[Row]) -> list[tuple[int, Row]]:
-    """(index of its first fed token, row) of each row."""
-    starts, at = [], 0
-    for row in rows:
-        starts.append((at, row))
-        at += row.fed
-    return starts
+            last = [batch.first[number] + rows[number].fed - 1 for number in drawing]
+            hidden = hidden.index_select(0, ints(last, self._device))
+        logits = step.head(F.linear(self._norm(hidden), self.weights.head))[:, : self.config.vocab_size]
+        if not drawing:
+            return [None] * len(rows)
+        chosen = rows if len(drawing) == len(rows) else [rows[number] for number in drawing]
+        params = [row.sample for row in chosen if row.sample is not None]
+        tokens, logprobs = sample(logits, params, [row.start + row.fed for row in chosen])
+        slots = batch.slots if chosen is rows else batch.slots[drawing]
+        self.slots.index_copy_(0, slots, tokens)
+        drawn = map(Sampled, tokens.tolist(), logprobs.tolist())
+        if chosen is rows:
+            return list(drawn)
+        return [None if row.sample is None else next(drawn) for row in rows]
 
 
 def load(
-    path: str | Path, world: World, rank: int, *, blocks: int, block_size: int, slots: int, dtype: object = "float32",
+    path: str | Path,
+    world: World,
+    rank: int,
+    *,
+    blocks: int,
+    block_size: int,
+    slots: int,
+    dtype: object = "float32",
     device: str = "cpu",
 ) -> Qwen3Moe:
     """Read this rank's shard of the checkpoint directory `path`. See `models.load`."""

@@ -6,16 +6,20 @@ in one tensor (transformers 5's own parameters); a checkpoint may mix both by la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from kernel.topology import World
 from models.checkpoint import Checkpoint, empty
-from models.config import Qwen3MoeConfig
 from models.shards import Shard, Span, shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor
+
+    from kernel.topology import World
+    from models.config import Qwen3MoeConfig
 
 ALL = slice(None)
 
@@ -25,8 +29,8 @@ class Attention:
     """One layer's attention shard: Q query and K KV heads of D numbers.
 
     qkv: [(Q + 2K) * D, hidden], rows of q, k, v. qkv_bias: [(Q + 2K) * D] or None. norm: [Q + K, D], q_norm for each
-    query head, then k_norm for each KV head. out: [Q * D, hidden], o_proj transposed. out_bias: [hidden], None except on
-    the leader.
+    query head, then k_norm for each KV head. out: [Q * D, hidden], o_proj transposed. out_bias: [hidden], None except
+    on the leader.
     """
 
     qkv: Tensor
@@ -86,7 +90,10 @@ def expected(config: Qwen3MoeConfig, present: Checkpoint) -> dict[str, tuple[int
     """The shape of every tensor of the model; experts fused where `present` holds a layer's fused tensor."""
     h, d, e, i = config.hidden_size, config.head_dim, config.experts, config.expert_width
     q, k = config.heads * d, config.kv_heads * d
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, h), "model.norm.weight": (h,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, h),
+        "model.norm.weight": (h,),
+    }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, h)
     for layer in range(config.layers):
@@ -116,7 +123,8 @@ def read_weights(
 ) -> Weights:
     """Check `checkpoint` against `config` and read the part of `rank`, and nothing else.
 
-    Raises UsageError when the model does not divide over the world, or when tensors are missing, unexpected or misshapen.
+    Raises UsageError when the model does not divide over the world, and when tensors are missing, unexpected or
+    misshapen.
     """
     part = shard(config, world, rank)
     checkpoint.check(expected(config, checkpoint), allowed=("lm_head.weight",) if config.tie_word_embeddings else ())

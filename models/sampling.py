@@ -6,13 +6,15 @@ token takes, so a request's tokens depend neither on what it is batched with nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
-from kernel.request import SamplingParams
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernel.request import SamplingParams
 
 _BITS: Final = (1 << 64) - 1
 
@@ -93,7 +95,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     total = cumulative[:, -1:]
     share = uniform([p.seed for p in params], positions, logits.device).unsqueeze(-1)
     # The first sum above a target below the total belongs to a token of positive probability.
-    target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = share * total
     drawn = torch.searchsorted(cumulative, target, right=True)
     greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device).unsqueeze(-1)
     token = torch.where(greedy, logp.argmax(-1, keepdim=True), drawn)

@@ -8,10 +8,13 @@ r // m and ETP index r % m (`kernel.topology`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
-from kernel.topology import World
 from models.config import DTYPES, DecoderConfig, Qwen3MoeConfig
+
+if TYPE_CHECKING:
+    from kernel.topology import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,9 @@ class Shard:
     """One rank's part of a model.
 
     leader: this rank has attention-TP index 0, and so adds what must be added once (residual, biases of o_proj).
-    heads, kv_heads: attention heads (KV heads are replicated where the width is a multiple of their number). vocab: rows
-    of embedding and LM head, equally many on each rank; those at or past `vocab_size` are padding. experts, columns: of
-    sparse layers. dense: columns of a plain MLP.
+    heads, kv_heads: attention heads (KV heads are replicated where the width is a multiple of their number). vocab:
+    rows of embedding and LM head, equally many on each rank; those at or past `vocab_size` are padding. experts,
+    columns: of sparse layers. dense: columns of a plain MLP.
     """
 
     leader: bool

@@ -1,12 +1,13 @@
 """Writes small random checkpoints that talk: real Hugging Face directories whose greedy text keeps changing.
 
 Needs numpy and safetensors only, neither torch nor transformers. The bytes depend on the arguments alone: weights come
-from a counter-based integer generator, and every operation on them is exact in IEEE arithmetic.
+from a counter-based integer generator, through operations that IEEE arithmetic rounds alike everywhere.
 """
 
 from __future__ import annotations
 
 import json
+from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +21,9 @@ Floats = NDArray[np.float32]
 
 EMBEDDING_STD: Final = 0.3
 EXPERT_GAIN: Final = 4.0
-"""A small embedding and strong experts: the residual is then mostly what the layers made of the context. With weak layers
-the next token follows from the last one alone and greedy text runs in a short circle; with strong attention it converges
-to one token; with a large tied embedding each token predicts itself."""
+"""A small embedding and strong experts: the residual is then mostly what the layers made of the context. With weak
+layers the next token follows from the last one alone and greedy text runs in a short circle; with strong attention it
+converges to one token; with a large tied embedding each token predicts itself."""
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -43,7 +44,7 @@ class _Noise:
         key = _mix(np.array([(self._seed << 20) + self._streams & (1 << 64) - 1], dtype=np.uint64))
         bits = _mix(key + np.arange(int(np.prod(shape)), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)
-        return (unit * np.float32(std * 3**0.5)).reshape(shape)
+        return (unit * np.float32(std * sqrt(3.0))).reshape(shape)
 
 
 def write_checkpoint(
@@ -70,11 +71,18 @@ def write_checkpoint(
 ) -> Path:
     """Write a float32 `qwen3_moe` checkpoint into the directory `path` (created) and return it.
 
-    head_dim: numbers in a head, by default hidden / heads. dense_layers: layers with a plain MLP of `dense_width` columns.
-    fused: one tensor for all experts of a layer, and the config spelling of transformers 5, in place of one for each
-    expert and that of hub checkpoints. Raises UsageError when a size is below 1.
+    head_dim: numbers in a head, by default hidden / heads. dense_layers: layers with a plain MLP of `dense_width`
+    columns. fused: one tensor for all experts of a layer, and the config spelling of transformers 5, in place of one
+    for each expert and that of hub checkpoints. Raises UsageError when a size is below 1.
     """
-    sizes = {"vocab": vocab, "hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "experts": experts}
+    sizes = {
+        "vocab": vocab,
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "experts": experts,
+    }
     for name, size in (*sizes.items(), ("top_k", top_k), ("expert_width", expert_width), ("dense_width", dense_width)):
         if size < 1:
             raise UsageError(f"{name}={size}: at least 1 is needed")
@@ -120,16 +128,20 @@ def write_checkpoint(
         if layer in dense_layers:
             tensors |= _columns(noise, mlp, hidden, dense_width)
             continue
-        tensors[f"{mlp}.gate.weight"] = noise(experts, hidden, std=(2.0 / hidden) ** 0.5)
+        tensors[f"{mlp}.gate.weight"] = noise(experts, hidden, std=sqrt(2.0 / hidden))
         each = [_columns(noise, f"{mlp}.experts.{e}", hidden, expert_width) for e in range(experts)]
         tensors |= _fuse(f"{mlp}.experts", each) if fused else {name: t for one in each for name, t in one.items()}
     tensors["model.norm.weight"] = 1 + noise(hidden, std=0.1)
     if not tied:
-        tensors["lm_head.weight"] = noise(vocab, hidden, std=hidden**-0.5)
+        tensors["lm_head.weight"] = noise(vocab, hidden, std=1.0 / sqrt(hidden))
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: np.ascontiguousarray(t) for name, t in tensors.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     return directory
 
 
@@ -137,9 +149,14 @@ def _attention(
     noise: _Noise, base: str, hidden: int, heads: int, kv_heads: int, dim: int, bias: bool
 ) -> dict[str, Floats]:
     tensors = {f"{base}.{norm}.weight": 1 + noise(dim, std=0.1) for norm in ("q_norm", "k_norm")}
-    shapes = {"q": (heads * dim, hidden), "k": (kv_heads * dim, hidden), "v": (kv_heads * dim, hidden), "o": (hidden, heads * dim)}
+    shapes = {
+        "q": (heads * dim, hidden),
+        "k": (kv_heads * dim, hidden),
+        "v": (kv_heads * dim, hidden),
+        "o": (hidden, heads * dim),
+    }
     for name, (rows, columns) in shapes.items():
-        tensors[f"{base}.{name}_proj.weight"] = noise(rows, columns, std=columns**-0.5)
+        tensors[f"{base}.{name}_proj.weight"] = noise(rows, columns, std=1.0 / sqrt(columns))
         if bias:
             tensors[f"{base}.{name}_proj.bias"] = noise(rows, std=0.1)
     return tensors
@@ -147,14 +164,16 @@ def _attention(
 
 def _columns(noise: _Noise, base: str, hidden: int, width: int) -> dict[str, Floats]:
     return {
-        f"{base}.gate_proj.weight": noise(width, hidden, std=hidden**-0.5),
-        f"{base}.up_proj.weight": noise(width, hidden, std=hidden**-0.5),
-        f"{base}.down_proj.weight": noise(hidden, width, std=EXPERT_GAIN * width**-0.5),
+        f"{base}.gate_proj.weight": noise(width, hidden, std=1.0 / sqrt(hidden)),
+        f"{base}.up_proj.weight": noise(width, hidden, std=1.0 / sqrt(hidden)),
+        f"{base}.down_proj.weight": noise(hidden, width, std=EXPERT_GAIN / sqrt(width)),
     }
 
 
 def _fuse(base: str, each: list[dict[str, Floats]]) -> dict[str, Floats]:
-    gates, ups, downs = ([one[name] for one in each for name in one if f".{part}_proj." in name] for part in ("gate", "up", "down"))
+    gates, ups, downs = (
+        [one[name] for one in each for name in one if f".{part}_proj." in name] for part in ("gate", "up", "down")
+    )
     return {
         f"{base}.gate_up_proj": np.concatenate((np.stack(gates), np.stack(ups)), axis=1),
         f"{base}.down_proj": np.stack(downs),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rollout.trace import Trace, Trajectory
 
 WARM_UP_TOKENS: Final = 8
+TINY_LAYERS: Final = 4
 MOST_EVENTS: Final = 1 << 18
 """A record of this size takes 19 MB a rank."""
 
@@ -71,17 +72,15 @@ def main(command: str, argv: Sequence[str]) -> int:
 def prepare(options: Options, source: Trace) -> Campaign:
     """Check everything and make the run's directory. Raises UsageError for whatever cannot be used."""
     trajectories = options.shape.apply(source.trajectories)
-    for policy in options.policies:
-        registry.load(policy)
     config = None if options.model == TINY else read_config(options.model)
-    if config is not None:
-        _fits(options, config, trajectories)
-    out = report_files.directory(options.out)
-    model = _tiny(out / "model", trajectories) if config is None else Path(options.model)
-    config = config or read_config(model)
-    limits = Limits(options.world.size, options.world.adp, config.layers, options.prefill_tokens, options.rows)
+    layers = config.layers if config else TINY_LAYERS
+    limits = Limits(options.world.size, options.world.adp, layers, options.prefill_tokens, options.rows)
     for policy in options.policies:
         registry.create(policy, limits)
+    _fits(options, config, trajectories)
+    out = report_files.directory(options.out)
+    model = Path(options.model) if config else _tiny(out / "model", trajectories)
+    config = config or read_config(model)
     title = options.shape.describe(source)
     return Campaign(options, out, model, config, title, trajectories, _runs(options, out))
 
@@ -140,9 +139,10 @@ def _runs(options: Options, out: Path) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _fits(options: Options, config: DecoderConfig, trajectories: Sequence[Trajectory]) -> None:
+def _fits(options: Options, config: DecoderConfig | None, trajectories: Sequence[Trajectory]) -> None:
     longest = max(trajectories, key=lambda each: each.longest)
-    for room, what in ((config.max_positions, "the model has positions"), (options.kv_tokens, "--kv-tokens is")):
+    positions = config.max_positions if config else None
+    for room, what in ((positions, "the model has positions"), (options.kv_tokens, "--kv-tokens is")):
         if room is not None and longest.longest > room:
             raise UsageError(
                 f"trajectory {longest.id} grows to {longest.longest} tokens, but {what} {room}: lower --length-scale"
@@ -153,7 +153,7 @@ def _fits(options: Options, config: DecoderConfig, trajectories: Sequence[Trajec
 def _tiny(path: Path, trajectories: Sequence[Trajectory]) -> Path:
     """A small random checkpoint with room for the longest trajectory."""
     write: Callable[..., Any] = _engine_part("models.tiny", "write_checkpoint")
-    write(path, max_positions=max(4096, *(each.longest for each in trajectories)))
+    write(path, layers=TINY_LAYERS, max_positions=max(4096, *(each.longest for each in trajectories)))
     return path
 
 

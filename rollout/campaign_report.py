@@ -40,8 +40,8 @@ def measure(campaign: Campaign, *, records: bool) -> dict[str, Any]:
 def _read_record(run: Run) -> None:
     try:
         recordings = read_run(run.folder)
-    except UsageError as error:
-        print(f"turnstile: {run.policy}: no waits are reported: {error}", file=sys.stderr)
+    except UsageError:
+        print(f"turnstile: {run.policy}: no waits are reported: no usable record in {run.folder}", file=sys.stderr)
         return
     run.intervals = [one for rank in recordings.values() for one in lanes_record.intervals(rank)]
     if dropped := max(rank.dropped for rank in recordings.values()):

@@ -37,7 +37,10 @@ COMMANDS: Final = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name; by default the process's own); its exit code."""
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit as end:  # argparse, after --help
+            code = int(end.code or 0)
         sys.stdout.flush()
         return code
     except UsageError as error:
@@ -67,6 +70,11 @@ def _run(argv: list[str]) -> int:
         raise UsageError(
             f"unknown {what} {argv[0]!r}: did you mean {' or '.join(f'`turnstile {name}`' for name in near)}?"
         )
+    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("RANK", "0") != "0":
+        # torchrun runs the same command in every process; its first one is the launcher, the others are ranks.
+        from rollout.worker import join_world
+
+        return join_world()
     module, _, function = command.main.partition(":")
     run: Callable[[str, Sequence[str]], int] = getattr(import_module(module), function)
     return run(command.name, argv[1:])

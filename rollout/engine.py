@@ -26,7 +26,9 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
 from rollout import wire
+from rollout.hosts import HostsLauncher, Place, place
 from rollout.launcher import Launcher, failure
+from rollout.nursery import Nursery
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,12 @@ class Session:
 
 
 class Engine:
-    """A model served by `world.size` rank processes on this host.
+    """A model served by `world.size` rank processes on this host, or on several under torchrun (`rollout.hosts`).
 
     model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. out: run directory for the record (None:
     no record). kv_tokens: KV pool of one replica. prefill_tokens: new tokens of a replica in one epoch. rows: requests
-    that decode together on one replica. threads: torch threads a rank. Raises UsageError for what cannot be used.
+    that decode together on one replica. threads: torch threads a rank. nursery: where ranks are forked, to share one
+    among engines (None: one of its own). Raises UsageError for what cannot be used.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Engine:
         dtype: str = "float32",
         threads: int = 1,
         record_events: int = 1 << 18,
+        nursery: Nursery | None = None,
     ) -> None:
         if device != "cpu":
             raise UsageError(f"--device {device}: this build serves on cpu")
@@ -206,7 +210,8 @@ class Engine:
             "capacity": record_events,
             "meta": {"size": self.world.size, "versions": versions()},
         }
-        self._launcher: Launcher | None = None
+        self._nursery = nursery
+        self._launcher: Launcher | HostsLauncher | None = None
         self._turns: dict[int, Generation] = {}
         self._load = [0] * self.world.adp
         self._requests = self._sessions = 0
@@ -217,7 +222,8 @@ class Engine:
         self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._launcher = Launcher(self.world, self._settings)
+        here = place()
+        self._launcher = Launcher(self.world, self._settings, self._nursery) if here is None else self._across_hosts(here)
         try:
             await self._launcher.start()
         except BaseException:
@@ -296,6 +302,11 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _across_hosts(self, here: Place) -> HostsLauncher:
+        if here.rank:
+            raise UsageError(f"torchrun's rank {here.rank} is no launcher: run the command with `-m turnstile`")
+        return HostsLauncher(self.world, self._settings, here)
+
     def _submit(self, session: Session, prompt: tuple[int, ...], params: SamplingParams) -> Generation:
         self._check()
         if not prompt:
@@ -340,7 +351,7 @@ class Engine:
         else:
             self._launcher.send([whole] * self.world.size)
 
-    async def _listen(self, launcher: Launcher) -> None:
+    async def _listen(self, launcher: Launcher | HostsLauncher) -> None:
         running = self.world.size
         async for rank, message in launcher.messages():
             if "outputs" in message:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kernel.comm.shared import Arena
-from kernel.errors import RankLost, TurnstileError, UsageError
+from kernel.errors import RankLost, TurnstileError
 from kernel.topology import World
 from rollout import wire
+from rollout.nursery import Child, Nursery
 
 _GRACE_S = 10.0
 
@@ -25,7 +23,7 @@ class Process:
     """A rank's process and the socket to it."""
 
     rank: int
-    process: asyncio.subprocess.Process
+    process: Child
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -33,8 +31,10 @@ class Process:
 class Launcher:
     """The ranks of `world` on this host. `start`, then `messages` and `send`; `close` always."""
 
-    def __init__(self, world: World, config: dict[str, Any]) -> None:
+    def __init__(self, world: World, config: dict[str, Any], nursery: Nursery | None = None) -> None:
         self.world, self._config = world, config
+        self._own = None if nursery else Nursery(config["threads"])
+        self._nursery = nursery or self._own
         self._arena = Arena.create(world)
         self._ranks: list[Process] = []
         self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
@@ -81,23 +81,15 @@ class Launcher:
         for process in self._ranks:
             process.writer.close()
         self._arena.close()
+        if self._own is not None:
+            self._own.close()
         return codes
 
     async def _spawn(self, rank: int) -> Process:
+        assert self._nursery is not None
         ours, theirs = socket.socketpair()
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "rollout.worker",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(), *self._arena.fds),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": _search_path(), "OMP_NUM_THREADS": str(self._config["threads"])},
-                start_new_session=True,  # Ctrl-C is the launcher's to handle
-            )
-        except OSError as error:
-            raise UsageError(f"rank {rank} cannot be started: {error}") from error
+            process = await self._nursery.spawn([theirs.fileno(), *self._arena.fds])
         finally:
             theirs.close()
         ours.setblocking(False)
@@ -134,8 +126,3 @@ def failure(rank: int, message: dict[str, Any]) -> TurnstileError:
         error.args = (text,)
     return error
 
-
-def _search_path() -> str:
-    """Where the ranks find this package, also when it runs from a checkout."""
-    here = str(Path(__file__).resolve().parent.parent)
-    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH", "")])])

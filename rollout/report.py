@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 from rollout.report_metrics import STATISTICS
@@ -58,7 +59,7 @@ def table(policy: str, metrics: Metrics, title: str) -> str:
 
 def _lines(policy: str, metrics: Metrics, title: str) -> Iterator[str]:
     yield f" {policy} ".center(WIDTH, "=")
-    yield title
+    yield from textwrap.wrap(title, WIDTH, break_on_hyphens=False)
     if repeats := metrics.get("repeats"):
         yield f"median of {repeats:.0f} repeats [interquartile range]"
     yield from (_line(name, _value(metrics, key, form)) for key, name, form in HEAD if key in metrics)

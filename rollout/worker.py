@@ -1,4 +1,4 @@
-"""One rank's process: `python -m rollout.worker <control descriptor>`, started by the launcher.
+"""One rank's process, forked by `rollout.nursery`, or started by torchrun as `python -m rollout.worker join`.
 
 It reads its configuration from the control socket, attaches to the world, loads its shards, and runs `kernel.rank.Rank`
 on uvloop until told to stop. When the socket closes, the launcher is gone and the rank ends too.
@@ -80,9 +80,8 @@ class Gap:
         self._handle.cancel()
 
 
-async def serve(control: socket.socket) -> int:
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
     """Run one rank; its exit code."""
-    reader, writer = await asyncio.open_connection(sock=control)
     config = await wire.read(reader)
     if config is None:
         return 1
@@ -115,13 +114,11 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
 
     import models
     from kernel.cache import KVCache
-    from kernel.comm.shared import Arena, Liveness
-    from kernel.comm.rendezvous import SharedRendezvous
-    from kernel.comm.shm_collectives import SharedCollectives
     from kernel.device.cpu import CpuDevice
+    from rollout.links import connect
 
     rank, world = config["rank"], World(**config["world"])
-    arena = Arena.attach(config["arena"], rank)
+    link = await connect(config, world, rank)
     limits = Limits(**{**config["limits"], "buckets": tuple(config["limits"]["buckets"])})
     torch.manual_seed(0)
     model = models.load(
@@ -149,12 +146,11 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         journal.switch(open_record(entry.record, entry.spec))
         return policy
 
-    collectives = {phase: SharedCollectives(arena, phase, rank) for phase in Phase}
-    device = CpuDevice(rank, collectives, threads=config["threads"], watch=journal.device)
+    device = CpuDevice(rank, link.collectives, threads=config["threads"], watch=journal.device)
     inbox = Inbox()
     ports = Ports(
         device=device,
-        rendezvous=SharedRendezvous(arena, rank),
+        rendezvous=link.rendezvous,
         model=model,
         cache=KVCache(config["blocks"], config["block_size"]),
         inbox=inbox,
@@ -163,16 +159,15 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         use_policy=use_policy,
     )
     engine = Rank(rank, world, limits, registry.create(config["policy"], limits), ports)
-    arena.report(Liveness.RUNNING)
+    link.running()
     outbox.send({"ready": rank})
     gap = Gap(journal)
-    listener = asyncio.create_task(_listen(reader, inbox, arena.abort), name="control")
+    listener = asyncio.create_task(_listen(reader, inbox, link.abort), name="control")
     try:
         await engine.run()
-        arena.report(Liveness.ENDED)
+        link.ended(None)
     except BaseException as error:
-        arena.report(Liveness.FAILED, f"{type(error).__name__}: {error}")
-        arena.abort(f"rank {rank} failed: {error}")
+        link.ended(error)
         raise
     finally:
         listener.cancel()
@@ -190,14 +185,33 @@ async def _listen(reader: asyncio.StreamReader, inbox: Inbox, abort: Any) -> Non
 
 def main() -> None:
     """Entry point of the process."""
+    sys.exit(run_loop(sys.argv[1]))
+
+
+def join_world() -> int:
+    """Be the rank that torchrun started this process as; its exit code."""
+    return run_loop("join")
+
+
+def run_loop(how: str) -> int:
+    """Serve on the control socket with this descriptor, or `join` the world that torchrun started; the exit code."""
     import uvloop
 
-    control = socket.socket(fileno=int(sys.argv[1]))
     # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(serve(control))
-    sys.exit(code)
+        return runner.run(_connected(how))
+
+
+async def _connected(how: str) -> int:
+    if how == "join":
+        from rollout.hosts import join, place
+
+        here = place()
+        if here is None:
+            raise UsageError("`rollout.worker join` is for torchrun, which did not start this process")
+        return await serve(*await join(here))
+    return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=int(how))))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("ci", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("deep", settings.get_profile("ci"), max_examples=1000)
+settings.register_profile("deep", settings.get_profile("ci"), max_examples=500)
 settings.load_profile("ci")
 
 if importlib.util.find_spec("pytest_asyncio") is None:

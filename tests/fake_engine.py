@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import selectors
-from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kernel.request import SamplingParams
 from kernel.topology import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from kernel.request import SamplingParams
 
 T = TypeVar("T")
 VOCABULARY = 256
@@ -148,8 +151,8 @@ class FakeSession:
 class FakeEngine:
     """cut: call number -> output tokens after which it is aborted. fail: (call number, error to raise there).
 
-    clock: monotonic ns; by default the loop's own time. on_policy: called with (policy, run directory) at each change of
-    policy.
+    clock: monotonic ns; by default the loop's own time. on_policy: called with (policy, run directory) at each change
+    of policy.
     """
 
     model: Any = None

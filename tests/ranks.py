@@ -45,7 +45,7 @@ class Me:
     rank: int
     world: World
     arena: Arena
-    keep: dict[str, Any] = field(default_factory=dict)
+    keep: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -19,7 +18,7 @@ import torch.distributed as dist  # noqa: E402
 
 from kernel.comm.gloo import GlooWorld  # noqa: E402
 from kernel.comm.shared import Arena  # noqa: E402
-from kernel.comm.shm_collectives import SPLIT_BYTES, SharedCollectives  # noqa: E402
+from kernel.comm.shm_collectives import SharedCollectives  # noqa: E402
 from kernel.errors import Divergence, RankLost, UsageError  # noqa: E402
 from kernel.request import Phase  # noqa: E402
 from kernel.topology import Role, World  # noqa: E402
@@ -31,8 +30,10 @@ if TYPE_CHECKING:
 
 WORLD = World(4, adp=2, ep=4)
 """TP (also EP) of four, ATP {0,1} {2,3}, ADP {0,2} {1,3}."""
-CAPACITY = 2 * SPLIT_BYTES
+CAPACITY, SPLIT = 1 << 16, 1 << 15
 DTYPES = ("float32", "bfloat16", "int64", "float16", "float64", "int32", "uint8")
+ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""gloo adds in another order."""
 ROLES = (Role.TP, Role.ATP, Role.ADP, Role.ETP, Role.EP)
 
 
@@ -49,18 +50,21 @@ def begin(me: Me, store: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 4), rank=me.rank, world_size=4)
     gloo = GlooWorld(WORLD, me.rank)
     for phase in Phase:
-        me.keep["shared", phase] = SharedCollectives(me.arena, phase, me.rank)
+        me.keep["shared", phase] = SharedCollectives(me.arena, phase, me.rank, split_bytes=SPLIT)
         me.keep["gloo", phase] = gloo.collectives(phase)
 
 
 def drawn(rank: int, shape: list[int], dtype: str, seed: int) -> torch.Tensor:
-    """Rank's input; values of very different sizes, so that the order of additions shows."""
+    """Rank's input. With an odd seed, floats hold huge values that cancel, so that the order of additions shows."""
     source = torch.Generator().manual_seed(seed * 16 + rank)
     kind = getattr(torch, dtype)
-    if kind.is_floating_point:
-        spread = torch.randint(-6, 7, shape, generator=source)
-        return (torch.randn(shape, generator=source) * 2.0**spread).to(kind)
-    return torch.randint(0, 60, shape, generator=source).to(kind)
+    if not kind.is_floating_point:
+        return torch.randint(0, 60, shape, generator=source).to(kind)
+    x = torch.randn(shape, generator=source)
+    if seed % 2:
+        huge = 2.0**15 * torch.randint(-1, 2, shape, generator=source)
+        x = torch.where(huge == 0, x, huge)
+    return x.to(kind)
 
 
 def in_member_order(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -86,12 +90,12 @@ def run(collectives: Any, operation: str, role: Role, x: torch.Tensor, more: Any
 def compare(
     me: Me, phase: Phase, operation: str, role: Role, shape: list[int], dtype: str, seed: int, more: Any, strided: bool
 ) -> int:
-    """All of one collective's promises, on one rank; a checksum of the result, for the other members."""
+    """All of one collective's promises, on one rank; a checksum of the result, for the others."""
     members = WORLD.members(role, me.rank)
     inputs = [drawn(member, shape, dtype, seed) for member in members]
     x = inputs[members.index(me.rank)]
     given = x.mT.contiguous().mT if strided and x.ndim == 2 else x.clone()
-    with torch.inference_mode(seed % 2 == 0):
+    with torch.inference_mode(seed % 3 == 0):
         ours = run(me.keep["shared", phase], operation, role, given, more)
         theirs = run(me.keep["gloo", phase], operation, role, given, more)
     if operation == "all_reduce":
@@ -104,7 +108,8 @@ def compare(
     assert ours.shape == exact.shape == theirs.shape
     assert ours.dtype == exact.dtype == theirs.dtype
     assert bits(ours) == bits(exact)
-    torch.testing.assert_close(theirs, ours)
+    if seed % 2 == 0 or not x.is_floating_point() or operation == "all_gather":
+        assert torch.allclose(theirs.double(), ours.double(), rtol=ROUNDING.get(dtype, 0), atol=ROUNDING.get(dtype, 0))
     assert bits(given) == bits(x)  # the argument is only read
     return zlib.crc32(bits(ours))
 
@@ -119,9 +124,9 @@ shapes = st.one_of(
 @settings(max_examples=40)
 @given(case=cases, shape=shapes, strided=st.booleans())
 @example((Phase.P, Role.TP, "float32", 1), [0, 256], False)  # no rows: a matched call
-@example((Phase.D, Role.TP, "bfloat16", 2), [SPLIT_BYTES // 2 + 1], False)  # the smallest that is split
+@example((Phase.D, Role.TP, "bfloat16", 2), [SPLIT // 4 + 1], False)  # the smallest that is split
 @example((Phase.D, Role.TP, "float32", 3), [CAPACITY // 4 * 2 + 3], False)  # three chunks, the last one of 3 elements
-@example((Phase.P, Role.ATP, "float64", 4), [CAPACITY // 8 + 1], False)
+@example((Phase.P, Role.ATP, "float64", 4), [CAPACITY // 8 + 1], False)  # two chunks, direct
 def test_all_reduce(ranks: Ranks, case: tuple[Phase, Role, str, int], shape: list[int], strided: bool) -> None:
     phase, role, dtype, seed = case
     sums = ranks.run(compare, phase, "all_reduce", role, shape, dtype, seed, None, strided)
@@ -143,17 +148,17 @@ def test_all_gather(
 @settings(max_examples=40)
 @given(
     case=cases,
-    weights=st.lists(st.sampled_from([0, 0, 1, 2, 5, 40]), min_size=4, max_size=4),
+    rows=st.lists(st.sampled_from([0, 0, 1, 2, 5, 40]), min_size=4, max_size=4),
     rest=st.sampled_from([[], [7], [256], [2, 3], [2048]]),
     strided=st.booleans(),
 )
 @example((Phase.P, Role.TP, "float32", 1), [0, 0, 0, 0], [64], False)
-@example((Phase.P, Role.TP, "float32", 2), [1, 0, 90, 3], [1024], False)  # rows that lie across chunks
+@example((Phase.P, Role.TP, "float32", 2), [1, 0, 90, 3], [CAPACITY // 128], False)  # rows that lie across chunks
 def test_reduce_scatter_of_uneven_rows(
-    ranks: Ranks, case: tuple[Phase, Role, str, int], weights: list[int], rest: list[int], strided: bool
+    ranks: Ranks, case: tuple[Phase, Role, str, int], rows: list[int], rest: list[int], strided: bool
 ) -> None:
     phase, role, dtype, seed = case
-    sizes = weights[: len(WORLD.groups[WORLD.canonical(role)][0])]
+    sizes = rows[: len(WORLD.groups[WORLD.canonical(role)][0])]
     ranks.run(compare, phase, "reduce_scatter", role, [sum(sizes), *rest], dtype, seed, sizes, strided)
 
 
@@ -193,7 +198,7 @@ def test_phases_run_concurrently_and_members_may_lag(ranks: Ranks) -> None:
 
 
 def lap(me: Me, steps: int) -> None:
-    collectives, payload = me.keep["shared", Phase.D], 1 << 16
+    collectives, payload = me.keep["shared", Phase.D], CAPACITY
     for step in range(steps):
         if me.rank and step % 4 == me.rank:
             time.sleep(0.002)
@@ -309,6 +314,5 @@ def test_gloo_without_its_process_group_says_what_to_do() -> None:
 
 
 def test_payload_sizes_reach_every_path() -> None:
-    # The examples above are drawn for these limits; a capacity below the split size would leave one untested.
-    assert CAPACITY > SPLIT_BYTES
-    assert math.prod([1024, 256]) * 4 > CAPACITY
+    # The examples above are made for these limits: of TP's four members, a chunk is split; of ATP's two, none is.
+    assert SPLIT // 2 < CAPACITY

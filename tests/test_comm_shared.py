@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel.comm import futex as futex_module
 from kernel.comm.channel import Channel
 from kernel.comm.futex import Fence, Futex
 from kernel.comm.local import LocalCollectives
@@ -115,7 +114,7 @@ def test_wake_wakes_all_sleepers_of_another_mapping_too() -> None:
 
 
 def test_a_machine_without_a_known_futex_is_told_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futex_module.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(UsageError, match=r"riscv64.*gloo"):
         Arena.create(World(2))
 

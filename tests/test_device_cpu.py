@@ -20,6 +20,7 @@ from kernel.comm.local import LocalCollectives  # noqa: E402
 from kernel.comm.shared import Arena  # noqa: E402
 from kernel.comm.shm_collectives import SharedCollectives  # noqa: E402
 from kernel.device.cpu import CpuDevice, TorchLayout  # noqa: E402
+from kernel.device.worker import Completion  # noqa: E402
 from kernel.errors import OrderViolation, RankLost  # noqa: E402
 from kernel.program import Call, Op, Program, Site  # noqa: E402
 from kernel.request import Phase  # noqa: E402
@@ -35,7 +36,7 @@ with contextlib.suppress(ImportError):
     LOOPS.append(uvloop.new_event_loop)
 
 CALLS = [Call(index, Site.GATHER, index, Op.ALL_REDUCE, Role.TP, routed=True) for index in range(40)]
-BOUND_S = 60.0
+BOUND_S = 30.0
 """No wait of a test exceeds this; all are over in milliseconds unless something hangs."""
 
 
@@ -104,9 +105,28 @@ async def many_waits() -> None:
             assert await it.stream(Phase(("D", "P")[number % 2])).submit(lambda n=number: n, "n").wait() == number
 
 
+async def finished_in_between() -> None:
+    """The work finishes after the waiter has found it unfinished, and before it has put itself on the list."""
+    event = Completion[str]()
+    lock = event._lock
+
+    class Late(contextlib.AbstractContextManager[None]):
+        def __enter__(self) -> None:
+            event._lock = lock
+            event.succeed("just now")
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    event._lock = Late()  # type: ignore[assignment]
+    assert await asyncio.wait_for(event.wait(), BOUND_S) == "just now"
+
+
 test_events_carry_values_and_errors = on_every_loop(values_and_errors)
 test_waiting_suspends_the_task_and_not_the_loop = on_every_loop(waiting_does_not_hold_the_loop)
 test_no_wake_up_is_lost = on_every_loop(many_waits)
+test_no_wake_up_is_lost_to_a_race = on_every_loop(finished_in_between)
 
 
 async def test_the_two_streams_run_at_the_same_time() -> None:
@@ -315,9 +335,9 @@ async def test_the_watch_sees_every_start_and_finish_on_its_stream() -> None:
 async def test_close_drops_what_has_not_begun() -> None:
     it = CpuDevice(0, local())
     go = threading.Event()
-    running = it.stream(Phase.D).submit(lambda: go.wait(BOUND_S), "running")
-    while it.stream(Phase.D)._current is None:
-        await asyncio.sleep(0.001)
+    begun = threading.Event()
+    running = it.stream(Phase.D).submit(lambda: begun.set() or go.wait(BOUND_S), "running")
+    assert await asyncio.to_thread(begun.wait, BOUND_S)
     waiting = it.stream(Phase.D).submit(lambda: "never", "waiting")
     closing = asyncio.ensure_future(it.close())
     await asyncio.sleep(0.01)

@@ -46,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorder(path: Path, **options: Any) -> Recorder:
     ticks = iter(range(1000, 1 << 60))
-    return Recorder(path, rank=2, groups=GROUPS, **{"clock": lambda: next(ticks), **options})
+    return Recorder(
+        path, rank=2, groups=GROUPS, **{"clock": lambda: next(ticks), "capacity": 1000, "strings": 1 << 18, **options}
+    )
 
 
 def consistent(recording: Recording) -> None:

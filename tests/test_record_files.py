@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorder(path: Path, **options: Any) -> Recorder:
-    return Recorder(path, rank=2, groups=GROUPS, **options)
+    return Recorder(path, rank=2, groups=GROUPS, **{"capacity": 1000, "strings": 1 << 18, **options})
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-for needed in ("uvloop", "numpy", "safetensors", "matplotlib"):
-    pytest.importorskip(needed)
-
 from kernel.errors import RankLost, UsageError
 from kernel.journal import Journal
 from kernel.record import Recorder, ring_path
@@ -27,6 +24,9 @@ from tests.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+for needed in ("uvloop", "numpy", "safetensors", "matplotlib"):
+    pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--fraction", "0.03", "--turns", "3", "--length-scale", "0.02", "--time-scale", "0")
@@ -43,7 +43,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engines]:
         real = campaign._engine_part
 
         def make(model: Path, world: Any, **options: Any) -> FakeEngine:
-            defaults = {"prefill_s": 0.0, "step_s": 0.0, "clock": time.monotonic_ns}
+            defaults: dict[str, Any] = {"prefill_s": 0.0, "step_s": 0.0, "clock": time.monotonic_ns}
             made.append(FakeEngine(model, world, options["policy"], settings=options, **(defaults | settings)))
             return made[-1]
 
@@ -256,7 +256,18 @@ def test_a_trajectory_that_outgrows_the_model_is_refused_with_a_scale_that_fits(
 
     engines()
     model = write_checkpoint(tmp_path / "model", max_positions=300)
-    args = ["rollout", "--model", str(model), "--fraction", "0.05", "--out", str(tmp_path / "run"), "--json"]
+    args = [
+        "rollout",
+        "--model",
+        str(model),
+        "--fraction",
+        "0.05",
+        "--time-scale",
+        "0",
+        "--out",
+        str(tmp_path / "run"),
+        "--json",
+    ]
     assert cli.main([*args, "--length-scale", "0.1"]) == 2
     message = capfd.readouterr().err
     assert "the model has positions 300" in message

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,9 @@ from kernel.request import Phase
 from kernel.sched.policy import Plan
 from rollout.lanes import Interval, common, measure, merged, overlap_ratio, window
 from rollout.lanes_record import from_records, intervals
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda s: (s[0], s[0] + s[1])), max_size=8)
 
@@ -31,19 +35,15 @@ def test_common_time_is_that_of_counting_every_tick(one: list[tuple[int, int]], 
 def test_merged_spans_are_disjoint_in_order_and_cover_the_same(some: list[tuple[int, int]]) -> None:
     union = merged(some)
     assert covered(union) == covered(some)
-    assert all(a[1] < b[0] for a, b in zip(union, union[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(union))
 
 
 @given(st.lists(st.tuples(spans, spans), min_size=1, max_size=3))
 def test_overlap_is_the_share_of_the_recorded_time_averaged_over_ranks(
     ranks: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]],
 ) -> None:
-    some = [
-        Interval(rank, lane, "", *span)
-        for rank, lanes in enumerate(ranks)
-        for lane, lane_spans in zip(("P", "D"), lanes, strict=True)
-        for span in lane_spans
-    ]
+    some = [Interval(rank, "P", "", *span) for rank, (p, _) in enumerate(ranks) for span in p]
+    some += [Interval(rank, "D", "", *span) for rank, (_, d) in enumerate(ranks) for span in d]
     moments = [moment for one in some for moment in (one.start_ns, one.end_ns)]
     if not moments or max(moments) == min(moments):
         assert overlap_ratio(some) is None
@@ -146,7 +146,8 @@ def test_decode_waits_from_the_previous_iteration_for_rows_that_were_there(tmp_p
 
 def test_decode_waits_from_the_promotion_where_all_rows_are_new(tmp_path: Path) -> None:
     script = Script(tmp_path / "rank3.ring")
-    script.decode(0, 0, 1, 5, rows=3)
+    script.at(1).promote(0, 3)
+    script.decode(0, 1, 1, 5, rows=3)
     script.at(400).promote(1, 2)
     script.decode(8, 401, 403, 404, rows=2)
     # The next rows are ready while the iteration before still runs: they wait from its end.
@@ -156,7 +157,7 @@ def test_decode_waits_from_the_promotion_where_all_rows_are_new(tmp_path: Path) 
     script.at(501).submitted("D 10", Phase.D, (), 4, 1, 8)
     script.at(510).device(Phase.D, "D 9", "finish")
     script.at(512).device(Phase.D, "D 10", "start")
-    assert lengths(script.found(), "wait", "decode") == pytest.approx([3, 2, 2])
+    assert lengths(script.found(), "wait", "decode") == pytest.approx([0, 3, 2, 2])
 
 
 def test_a_rank_without_rows_and_a_first_iteration_of_unknown_age_wait_for_nothing(tmp_path: Path) -> None:
@@ -186,6 +187,7 @@ def test_prefill_that_still_runs_at_its_release_did_not_wait(tmp_path: Path) -> 
     script.at(2).device(Phase.P, "P e1 [0,1)", "start")
     script.at(5).permit(1, 2)  # the device is at [0,1)
     script.journal.submitted("P e1 [1,2)", Phase.P, (), 1, 2, 8)
+    script.journal.boundary(1, 2)
     script.at(9).permit(2, 2)  # an epoch that has ended: no release
     assert lengths(script.found(), "wait", "permit") == [1, 0]
 

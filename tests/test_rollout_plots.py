@@ -7,9 +7,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
-
-pytest.importorskip("matplotlib")
 
 from rollout import plots
 from rollout.lanes import Interval
@@ -17,6 +16,7 @@ from rollout.lanes import Interval
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+pytest.importorskip("matplotlib")
 MS = 1_000_000
 RUN = [
     Interval(0, "D", "D 0", 0, 4 * MS),
@@ -50,7 +50,8 @@ def bars(figure: Figure) -> set[tuple[float, float, int, str]]:
         assert isinstance(collection, PolyCollection)
         for path in collection.get_paths():
             box = path.get_extents()
-            colour = to_hex(collection.get_facecolor()[0]).upper()
+            red, green, blue, _ = np.asarray(collection.get_facecolor())[0]
+            colour = to_hex((red, green, blue)).upper()
             found.add((round(box.x0, 6), round(box.width, 6), round((box.y0 + box.y1) / 2), colour))
     return found
 
@@ -75,10 +76,9 @@ def test_lanes_draw_each_interval_of_the_stretch_on_its_rank(figures: list[Figur
 def test_completion_lines_are_the_share_not_finished(figures: list[Figure]) -> None:
     plots.completion({"fine": ([3.0, 1.0, 2.0, 4.0], [9.0]), "normal": ([], [])}, "the slice")
     left, right = figures[0].axes
-    x, y = left.lines[0].get_data()
-    assert list(zip(x, y, strict=True)) == [(0, 1), (1, 0.75), (2, 0.5), (3, 0.25), (4, 0.25)]
+    assert np.asarray(left.lines[0].get_xydata()).tolist() == [[0, 1], [1, 0.75], [2, 0.5], [3, 0.25], [4, 0.25]]
     assert left.lines[0].get_drawstyle() == "steps-post"
-    assert list(right.lines[0].get_xdata()) == [0, 9]
+    assert np.asarray(right.lines[0].get_xydata())[:, 0].tolist() == [0, 9]
     assert left.get_yscale() == "log"
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["fine"]
 

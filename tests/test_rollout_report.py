@@ -35,26 +35,10 @@ def runs(draw: st.DrawFn) -> tuple[list[Row], dict[str, int]]:
                 at += draw(st.integers(1, 40 * MS))
                 stamps.append(at)
             prompt = draw(st.integers(1, 500))
-            rows.append(
-                Row(
-                    "fine",
-                    0,
-                    trajectory,
-                    turn,
-                    len(rows),
-                    prompt,
-                    1,
-                    draw(st.integers(0, prompt)),
-                    wanted,
-                    given_,
-                    "length" if given_ == wanted else "abort",
-                    0.0,
-                    released,
-                    submitted,
-                    at,
-                    tuple(stamps),
-                )  # fmt: skip
-            )
+            reason = "length" if given_ == wanted else "abort"
+            lengths = (prompt, 1, draw(st.integers(0, prompt)), wanted, given_)
+            times = (released, submitted, at, tuple(stamps))
+            rows.append(Row("fine", 0, trajectory, turn, len(rows), *lengths, reason, 0.0, *times))
             if given_ < wanted:
                 break
             now = at + draw(st.integers(0, 100 * MS))
@@ -72,9 +56,11 @@ def recomputed(rows: list[Row], asked: dict[str, int]) -> dict[str, Any]:
         "ttft_ms": first,
         "e2el_ms": whole,
         "tpot_ms": (whole - first)[many] / (counts[many] - 1) if len(good) else np.array([]),
-        "itl_ms": np.concatenate([np.diff(row.token_ns) for row in good] or [[]]) / 1e6,
+        "itl_ms": np.concatenate([np.diff(row.token_ns) for row in good] or [np.array([])]) / 1e6,
     }
-    ends, starts, turns = {}, {}, {}
+    ends: dict[str, int] = {}
+    starts: dict[str, int] = {}
+    turns: dict[str, int] = {}
     for row in good:
         ends[row.trajectory] = row.finished_ns
         starts.setdefault(row.trajectory, row.released_ns)

@@ -108,7 +108,7 @@ def test_paper_shaped_lines_round_trip(
         assert [t.input_tokens for t in trajectory.turns] == list(trajectory.prompts)
 
 
-BAD_COUNT = st.sampled_from([None, -1, 0, 1.5, "7", True, [], {}])
+BAD_COUNT: st.SearchStrategy[Any] = st.sampled_from([None, -1, 0, 1.5, "7", True, [], {}])
 BAD: dict[str, st.SearchStrategy[Any]] = {
     "conversation_id": st.sampled_from([None, "", 1.5, True, []]),
     "turn": st.sampled_from([None, -1, 99, "0", 0.5]),
@@ -169,6 +169,14 @@ def test_unusable_files_are_refused_in_one_line(tmp_path: Path, content: bytes, 
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("turn", [0, 2, 7])
+def test_turns_out_of_order_are_refused(tmp_path: Path, turn: int) -> None:
+    records = paper_lines([[Turn(5, 5), Turn(5, 5, 1.0)]])
+    records[1]["turn"] = turn
+    with pytest.raises(UsageError, match=f":2: field 'turn' is {turn}: it must be 1, the next turn"):
+        read(write(tmp_path / "t.jsonl", records))
+
+
 @pytest.mark.parametrize("where", ["nowhere.jsonl", "."])
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path, where: str) -> None:
     with pytest.raises(UsageError, match="give a JSONL file"):
@@ -226,7 +234,8 @@ def test_session_extension_maps_delay_to_wait(
         for name, conversation in enumerate(conversations):
             if at < len(conversation):
                 turn = conversation[at]
-                record = {"session_id": name, "input_length": turn.new_tokens, "output_length": turn.output_tokens}
+                record: dict[str, Any] = {"session_id": name}
+                record |= {"input_length": turn.new_tokens, "output_length": turn.output_tokens}
                 if at:
                     record["delay"] = turn.wait_ms
                 elif timestamps:

@@ -16,6 +16,7 @@ from kernel.program import Program
 from kernel.request import Phase
 from kernel.topology import Role, World
 from verify.errors import Deadlock
+from verify.loop import RankLoop
 from verify.scheduler import Scheduler
 from verify.world import WIDE, SimRank, SimWorld
 
@@ -58,7 +59,7 @@ class DeviceProgram:
 @st.composite
 def programs(draw: st.DrawFn) -> DeviceProgram:
     pieces = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 3))):
         phase = draw(st.sampled_from(list(Phase)))
         role = draw(st.sampled_from([Role.TP, Role.ATP, Role.ADP]))
         group = draw(st.sampled_from(FOUR.groups[role]))
@@ -158,6 +159,9 @@ class Search:
             prefix, path, world = todo.pop(), list[int](), None
 
             def choose(options: Sequence[Actor], prefix: list[int] = prefix, path: list[int] = path) -> int:
+                for index, option in enumerate(options):
+                    if isinstance(option, RankLoop):  # hosts only enqueue: when they do so is no choice of the device
+                        return index
                 if len(path) < len(prefix):
                     path.append(prefix[len(path)])
                     return path[-1]
@@ -192,7 +196,7 @@ class Search:
         return tuple(queues), tuple(waiting), tuple(sorted(map(str, options)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=max(20, settings().max_examples // 3))
 @given(programs())
 def test_a_program_can_deadlock_here_exactly_if_brute_force_says_so(program: DeviceProgram) -> None:
     search = Search(program)
@@ -203,18 +207,24 @@ def test_a_program_can_deadlock_here_exactly_if_brute_force_says_so(program: Dev
 
 def test_the_brute_force_is_worth_comparing_with() -> None:
     """Both answers occur, for one crossed pair, as room is taken away."""
-    pair = (Piece(Phase.D, Role.TP, (0, 1, 2, 3)), Piece(Phase.P, Role.TP, (0, 1, 2, 3)))
-    for capacity, stuck in ((1, True), (2, False)):
-        program = DeviceProgram(pair, ((0, 1), (0, 1), (1, 0), (1, 0)), capacity, (1, 1))
-        search = Search(program)
+    two = (0, 1)
+    pair = (Piece(Phase.D, Role.ATP, two), Piece(Phase.P, Role.ATP, two))
+    routed = (pair[0], Piece(Phase.P, Role.ATP, two, routed=True))
+    apart = (pair[0], Piece(Phase.P, Role.ADP, (0, 2)))  # only rank 0 has to choose
+    crossed, aligned = ((0, 1), (1, 0), (), ()), ((0, 1), (0, 1), (), ())
+    cases = [
+        (pair, crossed, 1, (1, 1), True),
+        (pair, crossed, 2, (1, 1), False),
+        (pair, crossed, 2, (1, 2), True),
+        (routed, aligned, 1, (1, 1), False),
+        (routed, crossed, WIDE, (1, 1), True),
+        (apart, ((0, 1), (0,), (1,), ()), 1, (1, 1), False),
+    ]
+    for pieces, orders, capacity, weights, stuck in cases:
+        search = Search(DeviceProgram(pieces, orders, capacity, weights))
         search.explore()
-        assert (can_deadlock(program), search.deadlocks > 0) == (stuck, stuck)
-    routed = (pair[0], Piece(Phase.P, Role.TP, (0, 1, 2, 3), routed=True))
-    for orders, stuck in ((((0, 1),) * 4, False), (((0, 1),) * 3 + ((1, 0),), True)):
-        program = DeviceProgram(routed, orders, WIDE, (1, 1))
-        search = Search(program)
-        search.explore()
-        assert (can_deadlock(program), search.deadlocks > 0) == (stuck, stuck)
+        assert (can_deadlock(search.program), search.deadlocks > 0) == (stuck, stuck)
+        assert stuck or search.completed
 
 
 # -- order and time ---------------------------------------------------------------------------------------------------

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,7 +21,8 @@ from kernel.step import Step
 from kernel.topology import Role, World
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Sequence
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -68,9 +68,9 @@ class FakeCollectives:
 
     def reduce_scatter(self, role: Role, x: Tensor, sizes: Sequence[int]) -> Tensor:
         meeting = self._mine[role]
-        assert sum(sizes) == x.shape[0] and len(sizes) == len(meeting.members)
+        assert (sum(sizes), len(sizes)) == (x.shape[0], len(meeting.members))
         total = torch.stack(meeting.exchange(self._rank, ("RS", x.shape, tuple(sizes)), x)).sum(0)
-        return total.split(list(sizes))[meeting.members.index(self._rank)]
+        return total.split_with_sizes(list(sizes))[meeting.members.index(self._rank)]
 
     def close(self) -> None:
         pass
@@ -99,7 +99,14 @@ class Team:
     """All ranks of `world` on the checkpoint `path`; a forward runs on every rank at once."""
 
     def __init__(
-        self, path: Path, world: World, *, blocks: int = 96, slots: int = 16, dtype: object = "float32", block_size: int = BLOCK_SIZE
+        self,
+        path: Path,
+        world: World,
+        *,
+        blocks: int = 96,
+        slots: int = 16,
+        dtype: object = "float32",
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.world, self.block_size = world, block_size
         self.models: list[Any] = [
@@ -108,8 +115,8 @@ class Team:
         ]
         layers = self.models[0].layers
         self.programs = {phase: Program(world.under(None), phase, layers) for phase in Phase}
-        self._next_block = [1] * world.adp
-        self._blocks, self.last_pause = blocks, -1
+        self._next_block, self._next_slot = [1] * world.adp, [0] * world.adp
+        self._blocks = blocks
 
     # -- one forward --------------------------------------------------------------------------------------------
 
@@ -119,17 +126,12 @@ class Team:
         """Run `rows` of each replica; the results of each replica, which all of its ranks must agree on."""
         fed = [sum(row.fed for row in each) for each in rows]
         sizes = fed if phase is Phase.P else [bucket or self.bucket(max(fed))] * self.world.adp
-        meetings = {
-            (role, group): Meeting(group) for role, groups in self.world.groups.items() for group in groups
-        }
+        meetings = {(role, group): Meeting(group) for role, groups in self.world.groups.items() for group in groups}
 
         def one(rank: int) -> list[Sampled | None]:
             replica = self.world.replica(rank)
-            collectives = FakeCollectives(rank, meetings, self.world)
-            step = Step(self.programs[phase], rank, sizes, fed[replica], collectives, TorchLayout())
-            model = self.models[rank]
-            driver: Driver[list[Sampled | None]] = Driver(model.forward(step, rows[replica]), step, scope)
-            end = model.layers if phase is Phase.D else 0
+            driver = self.driver(phase, rank, rows[replica], sizes, FakeCollectives(rank, meetings, self.world))
+            end = self.models[rank].layers if phase is Phase.D else 0
             while not driver.advance(end):
                 end += span
             assert driver.result is not None
@@ -140,6 +142,20 @@ class Team:
             assert result == results[self.world.leaders()[self.world.replica(rank)]], "ATP peers drew differently"
         return [results[leader] for leader in self.world.leaders()]
 
+    def driver(
+        self,
+        phase: Phase,
+        rank: int,
+        rows: Sequence[Row],
+        sizes: Sequence[int] = (),
+        collectives: FakeCollectives | None = None,
+    ) -> Driver[list[Sampled | None]]:
+        """One rank's forward, not yet begun. A world of one rank needs no sizes and no collectives."""
+        fed = sum(row.fed for row in rows)
+        nobody: Any = collectives
+        step = Step(self.programs[phase], rank, sizes or [fed], fed, nobody, TorchLayout())
+        return Driver(self.models[rank].forward(step, rows), step, scope)
+
     def bucket(self, rows: int) -> int:
         """The smallest bucket that every ATP rank has an equal part of."""
         return max(1, -(-rows // self.world.atp)) * self.world.atp
@@ -147,29 +163,27 @@ class Team:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def admit(self, replica: int, prompt: Sequence[int], longest: int, params: SamplingParams = GREEDY) -> Context:
-        """A request with blocks for `longest` tokens; blocks of different requests interleave."""
-        taken = sum(self._next_block) + replica
-        need = -(-longest // self.block_size)
-        start = self._next_block[replica]
+        """A request with a slot and blocks of its own, for `longest` tokens."""
+        first, need = self._next_block[replica], -(-longest // self.block_size)
+        slot, self._next_slot[replica] = self._next_slot[replica], self._next_slot[replica] + 1
         self._next_block[replica] += need
-        assert start + need <= self._blocks
-        # Descending, so that a block's number says nothing about its place.
-        return Context(taken % 16, replica, list(prompt), params, tuple(range(start + need - 1, start - 1, -1)))
+        assert first + need <= self._blocks, "the pool is too small for this test"
+        # Descending, so that a block's number says nothing about its place; block 0 is what padding reads.
+        return Context(slot, replica, list(prompt), params, tuple(range(first + need - 1, first - 1, -1)))
 
-    def prefill(self, contexts: Sequence[Context], cuts: Sequence[int] = (), start: int = 0) -> None:
+    def prefill(self, contexts: Sequence[Context], cuts: Sequence[int] = (), start: int = 0, span: int = 1) -> None:
         """Feed each context's tokens from `start` on, cut at the positions `cuts`; the last part draws a token."""
-        edges = [start, *cuts]
-        for number, begin in enumerate(edges):
-            end = edges[number + 1] if number + 1 < len(edges) else None
+        whole = {id(one): len(one.tokens) for one in contexts}
+        for begin, end in pairwise((start, *cuts, max(whole.values()))):
             rows: list[list[Row]] = [[] for _ in range(self.world.adp)]
             sent: list[list[Context]] = [[] for _ in range(self.world.adp)]
             for one in contexts:
-                part = tuple(one.tokens[begin:end])
+                part = tuple(one.tokens[begin : min(end, whole[id(one)])])
                 if part:
-                    last = begin + len(part) == len(one.tokens)
+                    last = begin + len(part) == whole[id(one)]
                     rows[one.replica].append(Row(one.slot, part, begin, one.blocks, one.params if last else None))
                     sent[one.replica].append(one)
-            self._keep(sent, self.forward(Phase.P, rows))
+            self._keep_all(sent, self.forward(Phase.P, rows, span=span))
 
     def decode(self, contexts: Sequence[Context], bucket: int = 0) -> None:
         """One token of each context, fed from its slot."""
@@ -178,14 +192,18 @@ class Team:
         for one in contexts:
             rows[one.replica].append(Row(one.slot, None, len(one.tokens) - 1, one.blocks, one.params))
             sent[one.replica].append(one)
-        self._keep(sent, self.forward(Phase.D, rows, bucket))
+        self._keep_all(sent, self.forward(Phase.D, rows, bucket))
 
-    def _keep(self, sent: list[list[Context]], results: list[list[Sampled | None]]) -> None:
+    def keep(self, contexts: Sequence[Context], drawn: Sequence[Sampled | None]) -> None:
+        """Append what a forward drew."""
+        for context, sampled in zip(contexts, drawn, strict=True):
+            if sampled is not None:
+                context.tokens.append(sampled.token)
+                context.drawn.append(sampled)
+
+    def _keep_all(self, sent: list[list[Context]], results: list[list[Sampled | None]]) -> None:
         for contexts, drawn in zip(sent, results, strict=True):
-            for context, sampled in zip(contexts, drawn, strict=True):
-                if sampled is not None:
-                    context.tokens.append(sampled.token)
-                    context.drawn.append(sampled)
+            self.keep(contexts, drawn)
 
 
 def together(works: Sequence[Callable[[], T]], meetings: Any) -> list[T]:
@@ -212,30 +230,35 @@ def together(works: Sequence[Callable[[], T]], meetings: Any) -> list[T]:
 class Oracle:
     """transformers on the same checkpoint."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        torch.set_num_threads(1)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
         """`count` greedy tokens, by transformers' own loop."""
         ids = torch.tensor([list(prompt)])
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+        seen = torch.ones_like(ids)
+        out = self.model.generate(ids, attention_mask=seen, max_new_tokens=count, do_sample=False, pad_token_id=0)
         return list(out[0, len(prompt) :].tolist())
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> Tensor:
-        """[len(tokens), vocab], teacher-forced."""
-        return self.model(torch.tensor([list(tokens)])).logits[0].float()
+    def logits(self, context: Context) -> Tensor:
+        """[drawn tokens, vocab] that each drawn token came from, teacher-forced over prompt and output."""
+        logits: Tensor = self.model(torch.tensor([context.tokens])).logits[0].float()
+        return logits[-len(context.drawn) - 1 : -1]
+
+    def logprobs(self, context: Context) -> Tensor:
+        """[drawn tokens] log-probabilities at temperature 1."""
+        drawn = torch.tensor([sampled.token for sampled in context.drawn])
+        return self.logits(context).log_softmax(-1).gather(1, drawn[:, None])[:, 0]
 
     def check(self, context: Context, tolerance: float = 1e-4) -> None:
         """Each drawn token is the greedy one after what came before, with its log-probability."""
-        first = len(context.tokens) - len(context.drawn)
-        logits = self.logits(context.tokens)[first - 1 : -1]
         drawn = [sampled.token for sampled in context.drawn]
-        assert logits.argmax(-1).tolist() == drawn == context.tokens[first:]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(drawn)[:, None])[:, 0]
+        assert drawn == context.tokens[-len(drawn) :] == self.logits(context).argmax(-1).tolist()
         found = torch.tensor([sampled.logprob for sampled in context.drawn])
-        worst = (expected - found).abs().max().item()
+        worst = (self.logprobs(context) - found).abs().max().item()
         assert worst < tolerance, f"log-probability off by {worst}"

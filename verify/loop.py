@@ -166,18 +166,16 @@ class RankLoop(asyncio.AbstractEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> events.TimerHandle:
-        """As in asyncio; the clock never fires it before `time() >= when`."""
+        """As in asyncio, to the nearest nanosecond; a time that is not yet reached moves the clock by one at least."""
         if self._closed:
             raise RuntimeError("Event loop is closed")
         handle = events.TimerHandle(when, callback, args, self, context)
-        at_ns = int(when * 1e9)
-        if at_ns / 1e9 < when:
-            at_ns += 1
-        if at_ns <= self.scheduler.now_ns:
+        now_ns = self.scheduler.now_ns
+        if when <= now_ns / 1e9:
             self._join(handle)
         else:
             handle._scheduled = True  # type: ignore[attr-defined]
-            self.scheduler.timer(at_ns, handle, self._join)
+            self.scheduler.timer(max(now_ns + 1, round(when * 1e9)), handle, self._join)
         return handle
 
     def _join(self, handle: events.TimerHandle) -> None:

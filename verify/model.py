@@ -5,15 +5,16 @@ Its tokens depend on their context alone (`verify.kv`), so they are the same und
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import ModelError
 from kernel.request import Phase, Row, Sampled
 from verify.kv import SimKV, draw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from kernel.ports import Step
     from kernel.topology import World
@@ -76,9 +77,20 @@ class SimModel:
     ) -> None:
         self.world, self.layers, self.vocab = world, layers, vocab
         self._device, self._cost, self._kv = device, cost, kv
+        self._begun: weakref.WeakSet[Coroutine[Any, Any, list[Sampled | None]]] = weakref.WeakSet()
 
-    async def forward(self, step: Step, rows: Sequence[Row]) -> list[Sampled | None]:
+    def forward(self, step: Step, rows: Sequence[Row]) -> Coroutine[Any, Any, list[Sampled | None]]:
         """See the port."""
+        forward = self._forward(step, rows)
+        self._begun.add(forward)
+        return forward
+
+    def close(self) -> None:
+        """Abandon forwards that a run which failed has left unfinished."""
+        for forward in list(self._begun):
+            forward.close()
+
+    async def _forward(self, step: Step, rows: Sequence[Row]) -> list[Sampled | None]:
         phase, device, cost = step.phase, self._device, self._cost
         own = sum(row.fed for row in rows)
         await step.boundary(0)

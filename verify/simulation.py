@@ -108,17 +108,20 @@ def simulate(
     )
     inboxes = [Inbox() for _ in simulated.ranks]
     places = [(sim.loop, inbox) for sim, inbox in zip(simulated.ranks, inboxes, strict=True)]
+    models = [
+        SimModel(world, sim.device, engine.layers, cost, SimKV(engine.block_size, engine.audit), engine.vocab)
+        for sim in simulated.ranks
+    ]
     users = Users(simulated.scheduler, places, world.adp, trajectories, extra)
 
     def use(entry: UsePolicy) -> Policy:
         return make_policy(entry.spec, limits)
 
     async def main(sim: SimRank) -> None:
-        kv = SimKV(engine.block_size, engine.audit)
         ports = Ports(
             device=sim.device,
             rendezvous=sim.rendezvous,
-            model=SimModel(world, sim.device, engine.layers, cost, kv, engine.vocab),
+            model=models[sim.rank],
             cache=KVCache(engine.blocks, engine.block_size),
             inbox=inboxes[sim.rank],
             journal=Journal(NullRecorder()),
@@ -127,7 +130,11 @@ def simulate(
         )
         await Rank(sim.rank, world, limits, make_policy(policy, limits), ports).run()
 
-    simulated.run(main)
+    try:
+        simulated.run(main)
+    finally:
+        for model in models:
+            model.close()
     ended = [turn.done_ns for turn in users.results.values()]
     return Outcome(
         makespan_ns=max(ended, default=0),

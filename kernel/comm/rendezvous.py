@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kernel.comm.futex import Fence
+from kernel.comm.futex import Fence, looks
 from kernel.errors import Divergence, RankLost, UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class SharedRendezvous:
         self._slots = [[where.exchange_slot(r, parity) for r in range(self.size)] for parity in range(2)]
         self._others = tuple(r for r in range(self.size) if r != rank)
         self._fence = Fence()
+        self._looks = looks(self.size)
         self._round = self._arrivals[rank]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -75,7 +77,7 @@ class SharedRendezvous:
         self._fence()  # our counter before theirs
         if self._arrived():
             arena.ring(self._others)
-        else:
+        elif not self._soon():
             await self._wait()
         self._fence()  # the counters before the slots
         tags, payloads = [], []
@@ -97,6 +99,14 @@ class SharedRendezvous:
 
     def _arrived(self) -> bool:
         return min(self._arrivals.tolist()) >= self._round
+
+    def _soon(self) -> bool:
+        """Look for some 20 microseconds whether everybody arrives, which costs the loop less than going to sleep."""
+        for _ in range(self._looks):
+            time.sleep(0)
+            if self._arrived():
+                return True
+        return False
 
     async def _wait(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ Payloads larger than a data slot go in chunks.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from kernel.comm.shared import Arena
     from kernel.request import Phase
 
-SPLIT_BYTES: Final = 1 << 17
-"""All-reduce payloads above this, in groups of more than two, are split (measured: a second step costs less there)."""
-_PLANS: Final = 128
+SPLIT_BYTES: Final = 1 << 21
+"""An all-reduce is split if it would otherwise read more than this beyond what a split one reads, (members - 2) x size.
+
+Measured: adding that much takes about as long as a second step does."""
+_CACHED: Final = 128
+K = TypeVar("K")
+V = TypeVar("V")
 _WIDE: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
@@ -36,12 +40,12 @@ class SharedCollectives:
     Each role's communicator counts its own steps, so P and D threads of one rank run concurrently; within one phase,
     calls come from one thread at a time. Dtypes: those that torch adds on CPU. Tensors must be equal-shaped on all
     members, with zero rows too (a matched call). Each method raises RankLost when the run is aborted or `close` is
-    called, and Divergence when members call different things.
+    called, and Divergence when members call different things. split_bytes: see SPLIT_BYTES; equal on all ranks.
     """
 
-    def __init__(self, arena: Arena, phase: Phase, rank: int) -> None:
+    def __init__(self, arena: Arena, phase: Phase, rank: int, *, split_bytes: int = SPLIT_BYTES) -> None:
         self._members = {
-            role: _Member(Channel(arena, region, rank))
+            role: _Member(Channel(arena, region, rank), split_bytes)
             for role in Role
             if arena.world.canonical(role) is role and (region := arena.region(phase, role, rank)) is not None
         }
@@ -69,7 +73,7 @@ class SharedCollectives:
                 f"reduce_scatter over {role} of {x.shape[0]} rows with sizes {list(sizes)}: give one size for each of"
                 f" {members} members, {x.shape[0]} in total"
             )
-        return x if member is None else member.reduce_scatter(x.detach(), sizes)
+        return x if member is None else member.reduce_scatter(x.detach(), tuple(sizes))
 
     def close(self) -> None:
         """Make calls in progress, and later ones, raise RankLost. Idempotent; callable from any thread."""
@@ -77,106 +81,69 @@ class SharedCollectives:
             member.channel.close()
 
 
-class _Plan:
-    """What calls of one operation, dtype and shape have in common: the header, and views of the data slots."""
-
-    def __init__(self, member: _Member, text: str, x: torch.Tensor) -> None:
-        self.text, self.header = text, _header(text)
-        self.direct = x.nbytes <= member.capacity
-        self.parts: list[list[torch.Tensor]] = []
-        if self.direct:
-            self.parts = [member.views(parity, x.dtype, tuple(x.shape)) for parity in range(2)]
-
-
 class _Member:
     """This rank in one communicator."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    def __init__(self, channel: Channel, split_bytes: int) -> None:
+        self.channel, self._split_bytes = channel, split_bytes
         self.capacity = channel.region.capacity
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._slots: dict[tuple[int, torch.dtype, torch.Size], list[torch.Tensor]] = {}
+        self._headers: dict[tuple[object, ...], bytes] = {}
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        plan = self._plan(x, "all_reduce")
-        if plan.direct and (self.channel.size == 2 or x.nbytes <= SPLIT_BYTES):
-            return self._sum(self._publish(plan, x))
-        flat, out = x.contiguous().view(-1), torch.empty(x.shape, dtype=x.dtype)
+        extra = (self.channel.size - 2) * min(x.nbytes, self.capacity)
+        if x.nbytes <= self.capacity and extra <= self._split_bytes:
+            return _sum(self._publish(x, self._header(x, "all_reduce")))
+        out, reduce = torch.empty(x.shape, dtype=x.dtype), self._split if extra > self._split_bytes else self._direct
+        flat, target = x.contiguous().view(-1), out.view(-1)
         for start, stop in self._chunks(flat):
-            self._reduce_chunk(plan, flat[start:stop], out.view(-1)[start:stop], start)
+            reduce(flat[start:stop], target[start:stop], self._header(x, "all_reduce", None, start))
         return out
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        plan = self._plan(x, "all_gather", f"dim {dim}")
-        if plan.direct:
-            return torch.cat(self._publish(plan, x), dim)
+        if x.nbytes <= self.capacity:
+            return torch.cat(self._publish(x, self._header(x, "all_gather", dim)), dim)
         flat = x.contiguous().view(-1)
         parts = [torch.empty(x.shape, dtype=x.dtype) for _ in range(self.channel.size)]
         for start, stop in self._chunks(flat):
-            chunk = self._publish_chunk(plan, flat[start:stop], start)
+            chunk = self._publish(flat[start:stop], self._header(x, "all_gather", dim, start))
             for part, piece in zip(parts, chunk, strict=True):
                 part.view(-1)[start:stop] = piece
         return torch.cat(parts, dim)
 
-    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        plan = self._plan(x, "reduce_scatter", "rows " + "+".join(map(str, sizes)))
+    def reduce_scatter(self, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         first = sum(sizes[: self.channel.index])
         last = first + sizes[self.channel.index]
-        if plan.direct:
-            return self._sum([part[first:last] for part in self._publish(plan, x)])
-        flat, out = x.contiguous().view(-1), torch.empty((last - first, *x.shape[1:]), dtype=x.dtype)
-        width = flat.numel() // x.shape[0]
+        if x.nbytes <= self.capacity:
+            return _sum([part[first:last] for part in self._publish(x, self._header(x, "reduce_scatter", sizes))])
+        out = torch.empty((last - first, *x.shape[1:]), dtype=x.dtype)
+        flat, target, width = x.contiguous().view(-1), out.view(-1), x.numel() // x.shape[0]
         for start, stop in self._chunks(flat):
-            chunk = self._publish_chunk(plan, flat[start:stop], start)
+            chunk = self._publish(flat[start:stop], self._header(x, "reduce_scatter", sizes, start))
             low, high = max(start, first * width), min(stop, last * width)
             if low < high:
-                mine = [piece[low - start : high - start] for piece in chunk]
-                out.view(-1)[low - first * width : high - first * width] = self._sum(mine)
+                mine = _sum([piece[low - start : high - start] for piece in chunk])
+                target[low - first * width : high - first * width] = mine
         return out
 
-    def views(self, parity: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
-        """Each member's data slot as a tensor of `shape`."""
-        count = 1
-        for length in shape:
-            count *= length
-        # Outside inference mode: these outlive the call, and tensors made inside cannot be written outside it.
-        with torch.inference_mode(False):
-            if count == 0:
-                return [torch.empty(shape, dtype=dtype) for _ in range(self.channel.size)]
-            memory, region = self.channel.arena.memory, self.channel.region
-            return [
-                torch.frombuffer(memory, dtype=dtype, count=count, offset=region.data(index, parity)).view(shape)
-                for index in range(self.channel.size)
-            ]
-
-    def _plan(self, x: torch.Tensor, operation: str, more: str = "") -> _Plan:
-        key = (operation, x.dtype, x.shape, more)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _PLANS:
-                del self._plans[next(iter(self._plans))]
-            dtype = str(x.dtype).removeprefix("torch.")
-            text = f"{operation} {dtype}{list(x.shape)} {more}".rstrip()
-            plan = self._plans[key] = _Plan(self, text, x)
-        return plan
-
-    def _publish(self, plan: _Plan, x: torch.Tensor) -> list[torch.Tensor]:
-        channel = self.channel
-        plan.parts[channel.parity][channel.index].copy_(x)
-        return plan.parts[channel.take(plan.header)]
-
-    def _publish_chunk(self, plan: _Plan, chunk: torch.Tensor, start: int) -> list[torch.Tensor]:
-        parts = self.views(self.channel.parity, chunk.dtype, (chunk.numel(),))
-        parts[self.channel.index].copy_(chunk)
-        self.channel.take(_header(f"{plan.text} from {start}"))
+    def _publish(self, x: torch.Tensor, header: bytes) -> list[torch.Tensor]:
+        """One step: x into this member's data slot, and every member's data slot as a tensor of x's shape."""
+        parts = self._views(self.channel.parity, x.dtype, x.shape)
+        parts[self.channel.index].copy_(x)
+        self.channel.take(header)
         return parts
 
-    def _reduce_chunk(self, plan: _Plan, chunk: torch.Tensor, out: torch.Tensor, start: int) -> None:
-        size, index, count = self.channel.size, self.channel.index, chunk.numel()
+    def _direct(self, x: torch.Tensor, out: torch.Tensor, header: bytes) -> None:
+        out.copy_(_sum(self._publish(x, header)))
+
+    def _split(self, x: torch.Tensor, out: torch.Tensor, header: bytes) -> None:
+        size, index, count = self.channel.size, self.channel.index, x.numel()
         cuts = [count * i // size for i in range(size + 1)]
         mine = slice(cuts[index], cuts[index + 1])
-        parts = self._publish_chunk(plan, chunk, start)
-        results = self.views(self.channel.parity, chunk.dtype, (count,))
-        results[index][mine] = self._sum([part[mine] for part in parts])
+        parts = self._publish(x, header)
+        # Into the slot of the next step: this step's slots are still being read.
+        results = self._views(self.channel.parity, x.dtype, x.shape)
+        results[index][mine] = _sum([part[mine] for part in parts])
         self.channel.take()
         for low, high, result in zip(cuts, cuts[1:], results, strict=False):
             out[low:high] = result[low:high]
@@ -185,22 +152,54 @@ class _Member:
         step = self.capacity // flat.element_size()
         return [(start, min(start + step, flat.numel())) for start in range(0, flat.numel(), step)]
 
-    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        dtype = parts[0].dtype
-        wide = _WIDE.get(dtype)
-        if wide is None or len(parts) == 2:  # one addition rounds once anyway
-            total = torch.add(parts[0], parts[1])
-            for part in parts[2:]:
-                total.add_(part)
-            return total
-        total = parts[0].to(wide)
-        for part in parts[1:]:
+    def _views(self, parity: int, dtype: torch.dtype, shape: torch.Size) -> list[torch.Tensor]:
+        """Each member's data slot of `parity` as a tensor."""
+        key = (parity, dtype, shape)
+        views = self._slots.get(key)
+        if views is None:
+            memory, region, count = self.channel.arena.memory, self.channel.region, shape.numel()
+            # Outside inference mode: they outlive the call, and tensors made inside cannot be written outside it.
+            with torch.inference_mode(False):
+                views = [
+                    torch.frombuffer(memory, dtype=dtype, count=count, offset=region.data(index, parity)).view(shape)
+                    if count
+                    else torch.empty(shape, dtype=dtype)
+                    for index in range(self.channel.size)
+                ]
+            _remember(self._slots, key, views)
+        return views
+
+    def _header(self, x: torch.Tensor, operation: str, more: int | tuple[int, ...] | None = None, at: int = 0) -> bytes:
+        """What all members must agree on: the call, and the first element of the chunk."""
+        key = (operation, x.dtype, x.shape, more, at)
+        header = self._headers.get(key)
+        if header is None:
+            text = f"{operation} {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            if more is not None:
+                text += f" rows {'+'.join(map(str, more))}" if isinstance(more, tuple) else f" dim {more}"
+            header = (text + f" from {at}" * (at > 0)).encode()
+            if len(header) > HEADER:
+                header = header[: HEADER - 10] + b"..%08x" % zlib.crc32(header)
+            header = header.ljust(HEADER, b"\0")
+            _remember(self._headers, key, header)
+        return header
+
+
+def _remember(cache: dict[K, V], key: K, value: V) -> None:
+    if len(cache) >= _CACHED:
+        del cache[next(iter(cache))]
+    cache[key] = value
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    dtype = parts[0].dtype
+    wide = _WIDE.get(dtype)
+    if wide is None or len(parts) == 2:  # one addition rounds once anyway
+        total = torch.add(parts[0], parts[1])
+        for part in parts[2:]:
             total.add_(part)
-        return total.to(dtype)
-
-
-def _header(text: str) -> bytes:
-    data = text.encode()
-    if len(data) > HEADER:
-        data = data[: HEADER - 12] + b"..%08x" % zlib.crc32(data)
-    return data.ljust(HEADER, b"\0")
+        return total
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(dtype)

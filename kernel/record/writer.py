@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 PAGE = 4096
+_SIZES = int(Kind.SIZES)
 FULL = "(string table full)"
 
 
@@ -198,7 +199,7 @@ class Recorder:
                 *(0,) * (8 - len(part)),
                 start,
                 group,
-                Kind.SIZES,
+                _SIZES,
                 len(part),
                 stamp,
             )

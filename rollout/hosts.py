@@ -1,0 +1,170 @@
+"""A world of several hosts, started by torchrun: `torchrun --nnodes 2 --nproc-per-node 2 -m turnstile rollout ...`.
+
+torchrun starts one process a rank. The one with RANK 0 is the launcher: it runs the command itself and starts rank 0
+beside it; the others are ranks. They find the launcher through torchrun's store and prove that they know its token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kernel.errors import RankLost, UsageError
+from kernel.topology import World
+from rollout import wire
+from rollout.launcher import failure
+from rollout.nursery import search_path
+
+_START_S = 120.0
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process's place in the world that torchrun started."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    run: str
+
+
+def place() -> Place | None:
+    """What torchrun says of this process; None when something else started it. Raises UsageError where it is partial."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    found = {name: os.environ.get(name, "") for name in names}
+    if not found["TORCHELASTIC_RUN_ID"]:
+        return None
+    missing = [name for name in names if not found[name]]
+    if missing:
+        raise UsageError(f"torchrun left {', '.join(missing)} unset: start ranks with torchrun or the command itself")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(
+        rank=int(found["RANK"]),
+        size=int(found["WORLD_SIZE"]),
+        host=found["MASTER_ADDR"],
+        port=int(found["MASTER_PORT"]),
+        run=f"turnstile/{found['TORCHELASTIC_RUN_ID']}/{attempt}",
+    )
+
+
+def store_at(where: dict[str, Any]) -> Any:
+    """torchrun's key-value store, under this run's prefix."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(where["run"], dist.TCPStore(where["host"], where["port"], is_master=False))
+
+
+class HostsLauncher:
+    """The launcher's side, in torchrun's process of rank 0. The interface is that of `rollout.launcher.Launcher`."""
+
+    def __init__(self, world: World, config: dict[str, Any], here: Place) -> None:
+        if world.size != here.size:
+            raise UsageError(f"--world {world.size}, but torchrun started {here.size} processes: make them equal")
+        self.world, self._here = world, here
+        where = {"host": here.host, "port": here.port, "run": here.run}
+        self._token = secrets.token_hex(16)
+        self._config = {**config, "store": where, "token": self._token}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
+        self._own: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Wait for all ranks to connect and to load their shards. Raises what a rank failed with, or RankLost."""
+        host = self._here.host
+        self._server = await asyncio.start_server(self._admit, host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        store = await asyncio.to_thread(store_at, self._config["store"])
+        store.set("control", f"{port} {self._token}")
+        self._own = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rollout.worker",
+            "join",
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(self._config["threads"])},
+            start_new_session=True,
+        )
+        waiting = set(range(self.world.size))
+        try:
+            async with asyncio.timeout(_START_S):
+                while waiting:
+                    rank, message = await self._messages.get()
+                    if "ready" not in message:
+                        raise failure(rank, message)
+                    waiting.discard(rank)
+        except TimeoutError:
+            names = ", ".join(map(str, sorted(waiting)))
+            raise RankLost(f"rank {names} did not start within {_START_S:g} s: see torchrun's output there") from None
+
+    def send(self, messages: list[dict[str, Any]]) -> None:
+        """One message a rank, in rank order."""
+        for rank, message in enumerate(messages):
+            self._writers[rank].write(wire.pack(message))
+
+    async def messages(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        """(rank, message) as they come; a rank whose connection ends without a word gives {"lost": why}."""
+        while True:
+            yield await self._messages.get()
+
+    async def close(self, reason: str = "") -> list[int]:
+        """End the connections, which ends the ranks; the exit code of the one started here. Idempotent."""
+        codes = []
+        if reason:
+            for writer in self._writers.values():
+                writer.close()
+        if self._own is not None:
+            try:
+                await asyncio.wait_for(self._own.wait(), _GRACE_S)
+            except TimeoutError:
+                self._own.kill()
+                await self._own.wait()
+            codes.append(self._own.returncode or 0)
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers.values():
+            writer.close()
+        if self._server is not None:
+            self._server.close()
+        return codes
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection: nothing of a stranger is read but a line that must hold the token and a rank."""
+        with suppress(ValueError, TimeoutError, OSError, asyncio.LimitOverrunError, asyncio.IncompleteReadError):
+            line = await asyncio.wait_for(reader.readuntil(b"\n"), _GRACE_S)
+            token, rank_text = line.decode().split()
+            rank = int(rank_text)
+            if hmac.compare_digest(token, self._token) and 0 <= rank < self.world.size and rank not in self._writers:
+                self._writers[rank] = writer
+                writer.write(wire.pack({**self._config, "rank": rank}))
+                self._tasks.append(asyncio.create_task(self._pump(rank, reader)))
+                return
+        writer.close()
+
+    async def _pump(self, rank: int, reader: asyncio.StreamReader) -> None:
+        last: dict[str, Any] = {}
+        while (message := await wire.read(reader)) is not None:
+            last = message
+            self._messages.put_nowait((rank, message))
+        if "stopped" not in last and "failed" not in last:
+            self._messages.put_nowait((rank, {"lost": f"rank {rank} ended: its connection is gone"}))
+
+
+async def join(here: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A rank's side: connect to the launcher."""
+    store = await asyncio.to_thread(store_at, {"host": here.host, "port": here.port, "run": here.run})
+    port, token = (await asyncio.to_thread(store.get, "control")).decode().split()
+    reader, writer = await asyncio.open_connection(here.host, int(port))
+    writer.write(f"{token} {here.rank}\n".encode())
+    return reader, writer

@@ -1,0 +1,232 @@
+"""Where a host's ranks are born: one process that has imported torch and the models, and forks a rank for each request.
+
+Four ranks so cost one import instead of four, and an engine started later costs none. The nursery never runs a thread
+or a device call before it forks. It ends when its owner does, and its ranks end when their control sockets close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from kernel.errors import UsageError
+
+_COUNT = struct.Struct("<I")
+
+
+class Child:
+    """A rank's process. `wait` gives its exit code, negative for a signal."""
+
+    def __init__(self, pid: int, status: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+
+    async def wait(self) -> int:
+        """Wait for its end; the exit code (1 when the nursery ended first and nobody can tell)."""
+        if self.returncode is None:
+            loop = asyncio.get_running_loop()
+            data = b""
+            with suppress(OSError):
+                while len(data) < 4 and (more := await loop.sock_recv(self._status, 4)):
+                    data += more
+            self._status.close()
+            self.returncode = struct.unpack("<i", data)[0] if len(data) == 4 else 1
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL; nothing if it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """Owns the forking process. Several engines may share one, one after the other or at once.
+
+    threads: OpenMP threads of each rank. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollout.nursery", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(threads)},
+                start_new_session=True,  # Ctrl-C is the launcher's to handle
+            )
+        except OSError as error:
+            ours.close()
+            raise UsageError(f"ranks cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._turn = asyncio.Lock()
+
+    async def spawn(self, fds: Sequence[int]) -> Child:
+        """Fork a rank that inherits `fds` (the first is its control socket) under the same numbers.
+
+        Raises UsageError when the nursery could not start.
+        """
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        async with self._turn:
+            try:
+                self._socket.setblocking(True)
+                head = struct.pack(f"<I{len(fds)}i", len(fds), *fds)
+                socket.send_fds(self._socket, [head], [theirs.fileno(), *fds])
+                self._socket.setblocking(False)
+                answer = await loop.sock_recv(self._socket, 4)
+            except OSError:
+                answer = b""
+            finally:
+                theirs.close()
+        if len(answer) < 4:
+            ours.close()
+            raise UsageError(f"ranks cannot be started: their process ended with code {self._process.wait()}")
+        ours.setblocking(False)
+        return Child(struct.unpack("<i", answer)[0], ours)
+
+    def close(self) -> None:
+        """End the nursery; ranks that run go on until their control sockets close. Idempotent."""
+        self._socket.close()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def search_path() -> str:
+    """Where the ranks find this package, also when it runs from a checkout, and what the caller imports from."""
+    return os.pathsep.join(dict.fromkeys(os.path.abspath(entry or ".") for entry in [_home(), *sys.path]))
+
+
+def _home() -> str:
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+# -- the forking process ------------------------------------------------------------------------------------------------
+
+
+def _serve(control: socket.socket) -> None:
+    wakeup, ring = socket.socketpair()
+    wakeup.setblocking(False)
+    ring.setblocking(False)
+    signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(wakeup, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is wakeup:
+                    with suppress(BlockingIOError):
+                        wakeup.recv(4096)
+                    _reap(children)
+                elif not _fork(control, children, (selector, wakeup, ring)):
+                    return
+
+
+def _fork(control: socket.socket, children: dict[int, socket.socket], ours: tuple[object, ...]) -> bool:
+    head, fds, _, _ = socket.recv_fds(control, 4096, 250)
+    if not head:
+        return False
+    (count,) = _COUNT.unpack_from(head)
+    wanted = struct.unpack_from(f"<{count}i", head, _COUNT.size)
+    status, received = socket.socket(fileno=fds[0]), fds[1:]
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        status.close()
+        control.close()
+        for each in (*ours, *children.values()):
+            each.close()  # type: ignore[attr-defined]
+        _be_rank(wanted, received)
+    for fd in received:
+        os.close(fd)
+    children[pid] = status
+    try:
+        control.sendall(struct.pack("<i", pid))
+    except BrokenPipeError:
+        return False  # the owner has gone meanwhile; the rank's control socket has closed too
+    return True
+
+
+def _be_rank(wanted: Sequence[int], received: Sequence[int]) -> None:
+    """Move descriptors to the numbers that the arena knows them by, and run the rank. Never returns."""
+    from rollout.worker import run_loop
+
+    code = 1
+    try:
+        # Two steps, since a wanted number may be another received one.
+        high = [_dup_above(fd, max(wanted) + 1) for fd in received]
+        for fd in received:
+            os.close(fd)
+        for fd, number in zip(high, wanted, strict=True):
+            os.dup2(fd, number, inheritable=False)
+            os.close(fd)
+        os.setsid()
+        code = run_loop(str(wanted[0]))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _dup_above(fd: int, lowest: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(lowest, 64))
+
+
+def _reap(children: dict[int, socket.socket]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if (told := children.pop(pid, None)) is not None:
+            with suppress(OSError):
+                told.sendall(struct.pack("<i", os.waitstatus_to_exitcode(status)))
+            told.close()
+
+
+def main() -> None:
+    """Entry point of the forking process."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    import torch  # noqa: F401
+    import uvloop  # noqa: F401
+
+    import kernel.comm.gloo
+    import kernel.comm.shm_collectives
+    import kernel.device.cpu
+    import models.qwen3_moe
+    import rollout.links
+    import rollout.worker  # noqa: F401
+
+    _serve(control)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Faults that must stop a run at once, with one line that names rank, round and field; and unusable input."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kernel.errors import Divergence, OrderViolation, ProtocolError, RankLost, TurnstileError, UsageError
+from kernel.request import SamplingParams
+from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.engine import Engine
+
+WORLD = World(2, 1, 1)
+
+POLICIES = """
+    import dataclasses
+    import os
+    import signal
+
+    from kernel.sched.fine import Fine
+    from kernel.sched.policy import ALL
+
+    class LocalPlan(Fine):
+        name = "local_plan"
+
+        def plan(self, views, memory):
+            plan, memory = super().plan(views, memory)
+            return dataclasses.replace(plan, span=plan.span + os.getpid()), memory
+
+    class LocalMemory(Fine):
+        name = "local_memory"
+
+        def remember(self, now, plan):
+            return (os.getpid(),)
+
+    class EarlyRelease(Fine):
+        name = "early_release"
+
+        async def turn(self, gate):
+            gate.release(ALL)
+            gate.launch_decode()
+
+    class NoLaunch(Fine):
+        name = "no_launch"
+
+        async def turn(self, gate):
+            gate.release(ALL)
+            await gate.completed()
+
+    class Twice(Fine):
+        name = "twice"
+
+        async def turn(self, gate):
+            gate.launch_decode()
+            gate.launch_decode()
+
+    class Broken(Fine):
+        name = "broken"
+
+        async def turn(self, gate):
+            raise ZeroDivisionError("in my turn")
+
+    class Dies(Fine):
+        name = "dies"
+
+        def plan(self, views, memory):
+            if memory.epoch >= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().plan(views, memory)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(path)
+    (path / "policies.py").write_text(textwrap.dedent(POLICIES))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "text"),
+    [
+        ("LocalPlan", Divergence, r"differs in span at round \d+: rank 0: \d+, rank 1: \d+"),
+        ("LocalMemory", Divergence, r"differs in memory at round \d+"),
+        ("EarlyRelease", OrderViolation, r"rank \d round \d+ field order: D collective AR\[TP\]"),
+        ("NoLaunch", ProtocolError, r"without launching the planned D iteration, round \d+ \(rank \d"),
+        ("Twice", ProtocolError, r"a second D launch in one round, round \d+ \(rank \d"),
+        ("Broken", TurnstileError, "ZeroDivisionError"),
+        ("Dies", RankLost, r"rank \d was killed by signal 9"),
+    ],
+)
+async def test_a_policy_that_breaks_the_rules_stops_the_run(
+    policy: str, error: type[TurnstileError], text: str, checkpoint: Path
+) -> None:
+    with pytest.raises(error, match=text) as caught:
+        async with Engine(checkpoint, WORLD, policy=f"{checkpoint / 'policies.py'}:{policy}") as engine:
+            first, second = engine.session(), engine.session()
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            turn = first.generate([3, 4, 5], params)
+            async for _ in turn:
+                await second.generate([6] * 40, params)
+    assert "\n" not in str(caught.value)
+
+
+async def test_requests_that_cannot_be_served_are_refused_and_the_rest_goes_on(checkpoint: Path) -> None:
+    async with Engine(checkpoint, World(1), kv_tokens=64) as engine:
+        session = engine.session()
+        for prompt, params, text in (
+            ([], SamplingParams(), "empty prompt"),
+            ([3, 256], SamplingParams(max_tokens=2), "token id 256: the vocabulary has ids 0 to 255"),
+            ([3] * 50, SamplingParams(max_tokens=15), r"does not fit the 64 tokens of the KV pool \(raise --kv-tokens\)"),
+        ):
+            with pytest.raises(UsageError, match=text):
+                session.generate(prompt, params)
+        turn = session.generate([3, 4], SamplingParams(max_tokens=40, ignore_eos=True))
+        with pytest.raises(UsageError, match="its last turn has not ended"):
+            session.generate([3], SamplingParams())
+        assert len((await turn).tokens) == 40
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("fin", "did you mean fine"),
+        ("fine:span=0", "a span is at least 1"),
+        ("fine:spam=2", "has no option 'spam': it has span"),
+        ("normal:span=2", "takes no options"),
+        ("nowhere.py:Policy", "there is no such file"),
+        ("{0}:Nothing", "has no class 'Nothing'"),
+    ],
+)
+def test_unknown_policies_are_refused_before_anything_starts(policy: str, text: str, checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match=text):
+        Engine(checkpoint, WORLD, policy=policy.format(checkpoint / "policies.py"))
+
+
+def test_a_policy_file_that_fails_is_named_with_its_line(checkpoint: Path, tmp_path: Path) -> None:
+    for text, line in (("x = 1\ny = 1 / 0\n", 2), ("x = 1\n\ndef (:\n", 3), ("import nowhere\n", 1)):
+        (tmp_path / "bad.py").write_text(text)
+        with pytest.raises(UsageError, match=rf"bad\.py:{line}: "):
+            Engine(checkpoint, WORLD, policy=f"{tmp_path / 'bad.py'}:Policy")
+
+
+async def test_sessions_pause_flush_and_abort(checkpoint: Path) -> None:
+    async with Engine(checkpoint, WORLD, kv_tokens=1024) as engine:
+        session = engine.session()
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        turn = session.generate([3, 4, 5, 6], params)
+        count = 0
+        async for _ in turn:
+            count += 1
+            if count == 5:
+                await engine.pause()
+                other = engine.session().generate([7, 8], SamplingParams(max_tokens=3, ignore_eos=True))
+                await engine.resume()
+            if count == 20:
+                turn.abort()
+        done = await turn
+        assert done.finish_reason == "abort"
+        assert 20 <= len(done.tokens) == count < 200
+        assert len((await other).tokens) == 3
+        again = await session.generate([3, 4, 5, 6, *done.tokens, 9], SamplingParams(max_tokens=2, ignore_eos=True))
+        assert again.cached_tokens == 4 + len(done.tokens) - 1
+        await engine.flush()
+        prompt = [3, 4, 5, 6, *done.tokens, 9, *again.tokens, 9]
+        flushed = await session.generate(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+        assert flushed.cached_tokens == 0
+        await session.close()
+
+
+async def test_sampling_is_reproducible_whatever_it_is_batched_with(checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=50, seed=11, ignore_eos=True)
+    async with Engine(checkpoint, World(2, 2, 2)) as engine:
+        alone = await engine.generate(list(range(3, 30)), params)
+        crowd = [engine.generate([3 + n] * 20, SamplingParams(max_tokens=20, temperature=1.0, seed=n)) for n in range(6)]
+        import asyncio
+
+        among, *_ = await asyncio.gather(engine.generate(list(range(3, 30)), params), *crowd)
+        assert among.tokens == alone.tokens
+        other = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=50, seed=12, ignore_eos=True)
+        assert (await engine.generate(list(range(3, 30)), other)).tokens != alone.tokens
