@@ -10,10 +10,13 @@ Every operation is a function of the plan and of committed tokens, so the attent
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kernel.errors import LeaseExpired, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(slots=True)

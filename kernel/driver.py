@@ -6,15 +6,18 @@ capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
-from types import CodeType, FrameType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kernel.errors import ModelError
-from kernel.ports import Event
 from kernel.request import Phase
 from kernel.step import Step, Suspend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from contextlib import AbstractContextManager
+    from types import CodeType, FrameType
+
+    from kernel.ports import Event
 
 R = TypeVar("R")
 

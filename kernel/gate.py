@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kernel.errors import ProtocolError
-from kernel.sched.policy import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kernel.sched.policy import Plan
 
 
 class Rank(Protocol):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kernel.request import Request
+if TYPE_CHECKING:
+    from kernel.request import Request
 
 
 @dataclass(frozen=True, slots=True)

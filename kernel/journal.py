@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from kernel.program import Call, Program
 from kernel.record import HOST, Kind, NullRecorder, Recorder
 from kernel.request import Phase
-from kernel.sched.policy import Plan
 from kernel.topology import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from kernel.program import Call, Program
+    from kernel.sched.policy import Plan
 
 _Key = tuple[Phase, Role]
 
@@ -92,9 +96,7 @@ class Journal:
         size: logical rows of the phase's collectives, from the plan.
         """
         self._labels[label] = (self.round, self.epoch, a, b)
-        self._event(
-            Kind.SUBMIT, phase, phase, 0, 0, self.round, self.epoch, a, b, self._recorder.site(label)
-        )
+        self._event(Kind.SUBMIT, phase, phase, 0, 0, self.round, self.epoch, a, b, self._recorder.site(label))
         for call in calls:
             key = (phase, call.role)
             sequence = self._enqueued[key] = self._enqueued.get(key, 0) + 1

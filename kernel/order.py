@@ -1,20 +1,24 @@
 """The order of what this rank enqueues: keys that must increase on each stream, and the rolling order hash.
 
 Every collective has the key (round, phase, index), with D before P in a round; keys increase on each communication
-stream. The hash folds key, group role, operation and logical size, never a rank's own members or splits, so equal hashes
-on all ranks mean the same order everywhere. Compared before a D launch, a divergence stops the run on the CPU instead of
-hanging the devices.
+stream. The hash folds key, group role, operation and logical size, never a rank's own members or splits, so equal
+hashes on all ranks mean the same order everywhere. Compared before a D launch, a divergence stops the run on the CPU
+instead of hanging the devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from kernel.errors import OrderViolation
-from kernel.program import Call
 from kernel.request import Phase
 from kernel.views import digest, fold
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernel.program import Call
 
 _RANK_OF = {Phase.D: 0, Phase.P: 1}
 
@@ -46,8 +50,8 @@ class Order:
             if first <= last:
                 before = "D" if last[1] == 0 else "P"
                 raise OrderViolation(
-                    f"rank {self.rank} round {round_} field order: {phase} collective {mine[0]} (key {first}) enqueued on"
-                    f" the {stream} stream after {before} key {last}: launch D before P is released in a round"
+                    f"rank {self.rank} round {round_} field order: {phase} collective {mine[0]} (key {first})"
+                    f" enqueued on the {stream} stream after {before} key {last}: launch D before releasing P"
                 )
             self._last[stream] = (round_, _RANK_OF[phase], mine[-1].index)
         self.hash = fold(self.hash, round_, _RANK_OF[phase], _signature(calls), *sizes)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kernel.ports import Collectives, Device, Route, Stream
 from kernel.program import Program
 from kernel.request import Phase
-from kernel.topology import World
+
+if TYPE_CHECKING:
+    from kernel.ports import Collectives, Device, Route, Stream
+    from kernel.topology import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,15 @@ Tensors are opaque: the kernel passes them on and never looks inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kernel.program import Call
-from kernel.request import Phase, Row, Sampled
-from kernel.topology import Role
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from contextlib import AbstractContextManager
+
+    from kernel.program import Call
+    from kernel.request import Phase, Row, Sampled
+    from kernel.topology import Role
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -82,9 +84,12 @@ class Layout(Protocol):
 class Device(Protocol):
     """One rank's device: its two phase-owned streams, the route and the scope in which model code advances."""
 
-    layout: Layout
     deferred: bool
     """Submitted work runs when the device reaches it (CPU); otherwise it only enqueues, and runs at submission."""
+
+    @property
+    def layout(self) -> Layout:
+        """Local row operations on this device's tensors."""
 
     def stream(self, phase: Phase) -> Stream:
         """The stream that `phase` owns."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kernel.driver import Driver
-from kernel.phase import PhaseState
 from kernel.program import Op
-from kernel.request import Row, Sampled
+
+if TYPE_CHECKING:
+    from kernel.driver import Driver
+    from kernel.phase import PhaseState
+    from kernel.request import Row, Sampled
 
 Spawn = Callable[[Coroutine[Any, Any, Any], str], "asyncio.Task[Any]"]
 
@@ -72,5 +74,5 @@ class Epoch:
     @property
     def sampled(self) -> list[Sampled | None]:
         """The first tokens of its complete prompts, row by row; only once finished."""
-        assert self._driver.finished and self._driver.result is not None
+        assert self._driver.result is not None, "an epoch is asked for its results before it has finished"
         return self._driver.result

@@ -16,14 +16,17 @@ partial sums into a replica's own rows. Safe boundary 0 stands before `embed`, b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
 from kernel.request import Phase
 from kernel.topology import Role, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Op(StrEnum):
@@ -75,7 +78,7 @@ Step = tuple[Op, Role]
 
 def _layer(world: World, exchange: str, phase: Phase, layer: int, last: bool) -> tuple[list[Step], list[Step]]:
     """(gather, scatter) of one sparse layer, before roles of one member are dropped."""
-    g, d, e, a, m = world.size, world.adp, world.ep, world.atp, world.etp
+    g, d, e, a = world.size, world.adp, world.ep, world.atp
     ar, ag, rs = Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER
     if exchange == "deepep" and d > 1:
         split = [(Op.NOTIFY, Role.EP)] if phase is Phase.P else []

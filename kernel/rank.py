@@ -12,29 +12,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel import views as control
-from kernel.cache import KVCache
 from kernel.driver import Driver
 from kernel.errors import Divergence, LeaseExpired, TurnstileError
 from kernel.gate import RankGate
 from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UsePolicy
-from kernel.journal import Journal
 from kernel.order import Order
 from kernel.phase import PhaseState, own
-from kernel.ports import Device, Model, Rendezvous
 from kernel.prefill import Epoch
-from kernel.program import Call
 from kernel.replica import Output, Replica, Turn
 from kernel.request import Phase, Sampled
 from kernel.sched.policy import Limits, Memory, Plan, Policy, RankView
 from kernel.step import Step
-from kernel.topology import World
 from kernel.turnstile import Turnstile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from kernel.cache import KVCache
+    from kernel.journal import Journal
+    from kernel.ports import Device, Model, Rendezvous
+    from kernel.program import Call
+    from kernel.topology import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,9 @@ class Rank:
         mine = self._replica.index
         if plan.promote >= 0 and self._epoch is not None:
             self.turnstile.complete(plan.promote)
-            self._journal.promote(plan.promote, len(self._epoch.rows))
-            self._replica.promote(self._epoch.sampled)
+            sampled = self._epoch.sampled
+            self._journal.promote(plan.promote, sum(drawn is not None for drawn in sampled))
+            self._replica.promote(sampled)
             self._epoch = None
         if plan.activate >= 0:
             self._activate(plan)

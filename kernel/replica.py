@@ -7,14 +7,18 @@ of the D iteration of round j-1 are committed, never "whatever is ready".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kernel.cache import KVCache
 from kernel.errors import Divergence
 from kernel.request import Request, Row, Sampled, State
 from kernel.sched.policy import Chunk, Waiting
 from kernel.views import WAITING, fold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kernel.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +98,11 @@ class Replica:
         return [t for t in self._running if len(t.tokens) + t.flying < t.request.params.max_tokens]
 
     def promotable(self, sampled: Sequence[Sampled | None]) -> int:
-        """Turns of the epoch at hand that will decode once promoted. Looks only: peers may see the end at other times."""
+        """Turns of the epoch at hand that will decode once promoted. It only looks: peers may see the end later."""
         pairs = zip(self._prefill, sampled, strict=True)
-        return sum(1 for t, drawn in pairs if t.state is State.PREFILL and drawn and not self._finish(t, drawn.token, 1))
+        return sum(
+            1 for t, drawn in pairs if t.state is State.PREFILL and drawn and not self._finish(t, drawn.token, 1)
+        )
 
     def waiting(self) -> tuple[Waiting, ...]:
         """The first requests in order of service: parts of long prompts first, then first come, first served."""
@@ -177,7 +183,7 @@ class Replica:
         return rows
 
     def promote(self, sampled: Sequence[Sampled | None]) -> None:
-        """All ranks have completed the epoch: commit its first tokens. Its turns decode, end, or wait for their next part.
+        """All ranks have completed the epoch: commit its first tokens. Turns decode, end, or wait for their next part.
 
         A cancelled turn gives its blocks back only now, when the work that writes them has drained everywhere.
         Raises LeaseExpired when a result's blocks are no longer its request's.

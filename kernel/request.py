@@ -12,10 +12,10 @@ from kernel.errors import UsageError
 class SamplingParams:
     """How tokens are drawn.
 
-    max_tokens: longest output, in tokens. temperature: 0 is greedy. top_p, top_k: nucleus and top-k truncation
-    (top_k 0: off). stop_token_ids: end after one of these, besides the checkpoint's end-of-text ids (the token is kept). seed: makes the draws of one request
-    reproducible whatever it is batched with. ignore_eos: no id ends the request (trace replay).
-    Raises UsageError on values out of range.
+    max_tokens: longest output, in tokens. temperature: 0 is greedy. top_p, top_k: nucleus and top-k truncation (top_k
+    0: off). stop_token_ids: end after one of these, besides the checkpoint's end-of-text ids (the token is kept). seed:
+    makes the draws of one request reproducible whatever it is batched with. ignore_eos: no id ends the request (trace
+    replay). Raises UsageError on values out of range.
     """
 
     max_tokens: int = 128

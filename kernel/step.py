@@ -7,13 +7,15 @@ follows from `kernel.program` and from the plan's sizes. The step refuses a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import ModelError
-from kernel.ports import Collectives, Event, Layout, Route, Tensor
 from kernel.program import Call, Op, Program, Site
 from kernel.request import Phase
 from kernel.topology import Role
+
+if TYPE_CHECKING:
+    from kernel.ports import Collectives, Event, Layout, Route, Tensor
 
 
 class Suspend:

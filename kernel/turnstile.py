@@ -1,4 +1,4 @@
-"""The permit state machine of one rank: epoch e, reached boundary r, permitted endpoint p. Pure, no I/O; paper section 4.
+"""The permit state machine of one rank: epoch e, reached boundary r, permitted endpoint p. Pure; paper section 4.
 
 P stops at boundary p. `release` moves p on; the producer publishes boundaries as P's host enqueue reaches them. Every
 misuse has its own error, which names rank, epoch and boundary.
@@ -73,16 +73,23 @@ class Turnstile:
         self._status = Status.OPEN
 
     def publish(self, epoch: int, boundary: int) -> None:
-        """P's host enqueue stands at `boundary`. Raises StaleEpoch, MissingProducer, NonMonotoneBoundary, BeyondPermit."""
+        """P's host enqueue stands at `boundary`.
+
+        Raises StaleEpoch, MissingProducer, NonMonotoneBoundary, BeyondPermit.
+        """
         self._check(epoch, boundary, "published")
         if self._status is not Status.OPEN:
-            raise self._error(MissingProducer, f"boundary {boundary} published by a {self._status} epoch", epoch, boundary)
+            raise self._error(
+                MissingProducer, f"boundary {boundary} published by a {self._status} epoch", epoch, boundary
+            )
         if boundary <= self._reached:
             raise self._error(
                 NonMonotoneBoundary, f"boundary {boundary} published after {self._reached}", epoch, boundary
             )
         if boundary > self._permit:
-            raise self._error(BeyondPermit, f"boundary {boundary} published with permit {self._permit}", epoch, boundary)
+            raise self._error(
+                BeyondPermit, f"boundary {boundary} published with permit {self._permit}", epoch, boundary
+            )
         self._reached = boundary
 
     def release(self, epoch: int, span: int) -> tuple[int, int]:
@@ -106,7 +113,10 @@ class Turnstile:
             raise self._error(MissingProducer, f"a {self._status} epoch ended again", epoch, self._boundaries)
         if self._permit < self._boundaries:
             raise self._error(
-                BeyondPermit, f"the epoch ended with permit {self._permit} of {self._boundaries}", epoch, self._boundaries
+                BeyondPermit,
+                f"the epoch ended with permit {self._permit} of {self._boundaries}",
+                epoch,
+                self._boundaries,
             )
         self._reached, self._status = self._boundaries, Status.ENQUEUED
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import Divergence
 from kernel.sched.policy import RankView, Waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WAITING = 16
 """Waiting requests that a view describes exactly."""

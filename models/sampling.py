@@ -77,7 +77,6 @@ def _truncated(logits: Tensor, limits: Sequence[tuple[int, float]]) -> Tensor:
     # top_p 1 keeps all: rounding may let the sum reach 1 early.
     reach = torch.tensor([p if p < 1 else 2.0 for _, p in limits], dtype=torch.float64, device=device).unsqueeze(-1)
     removed = (before >= reach) | (falling == float("-inf"))
-    removed[:, 0] = False
     return torch.empty_like(removed).scatter_(1, order, removed)
 
 
@@ -95,7 +94,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     total = cumulative[:, -1:]
     share = uniform([p.seed for p in params], positions, logits.device).unsqueeze(-1)
     # The first sum above a target below the total belongs to a token of positive probability.
-    target = share * total
+    target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, target, right=True)
     greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device).unsqueeze(-1)
     token = torch.where(greedy, logp.argmax(-1, keepdim=True), drawn)

@@ -1,9 +1,9 @@
 """The Python API: an engine on this host's ranks, sessions that keep their KV between turns, streaming generation.
 
-    async with Engine("path/to/checkpoint", World(4, adp=2, ep=4), policy="fine") as engine:
-        session = engine.session()
-        async for output in session.generate(prompt_ids, SamplingParams(max_tokens=64)):
-            print(output.token, output.logprob)
+async with Engine("path/to/checkpoint", World(4, adp=2, ep=4), policy="fine") as engine:
+    session = engine.session()
+    async for output in session.generate(prompt_ids, SamplingParams(max_tokens=64)):
+        print(output.token, output.logprob)
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import models
 from kernel.errors import RankLost, TurnstileError, UsageError
@@ -28,7 +26,12 @@ from kernel.topology import World
 from rollout import wire
 from rollout.hosts import HostsLauncher, Place, place
 from rollout.launcher import Launcher, failure
-from rollout.nursery import Nursery
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Generator, Sequence
+    from types import TracebackType
+
+    from rollout.nursery import Nursery
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +158,10 @@ class Session:
 class Engine:
     """A model served by `world.size` rank processes on this host, or on several under torchrun (`rollout.hosts`).
 
-    model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. out: run directory for the record (None:
-    no record). kv_tokens: KV pool of one replica. prefill_tokens: new tokens of a replica in one epoch. rows: requests
-    that decode together on one replica. threads: torch threads a rank. nursery: where ranks are forked, to share one
-    among engines (None: one of its own). Raises UsageError for what cannot be used.
+    model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. out: run directory for the record
+    (None: no record). kv_tokens: KV pool of one replica. prefill_tokens: new tokens of a replica in one epoch. rows:
+    requests that decode together on one replica. threads: torch threads a rank. nursery: where ranks are forked, to
+    share one among engines (None: one of its own). Raises UsageError for what cannot be used.
     """
 
     def __init__(
@@ -223,7 +226,9 @@ class Engine:
 
     async def __aenter__(self) -> Self:
         here = place()
-        self._launcher = Launcher(self.world, self._settings, self._nursery) if here is None else self._across_hosts(here)
+        self._launcher = (
+            Launcher(self.world, self._settings, self._nursery) if here is None else self._across_hosts(here)
+        )
         try:
             await self._launcher.start()
         except BaseException:

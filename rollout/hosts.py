@@ -12,16 +12,19 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import RankLost, UsageError
-from kernel.topology import World
 from rollout import wire
 from rollout.launcher import failure
 from rollout.nursery import search_path
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kernel.topology import World
 
 _START_S = 120.0
 _GRACE_S = 10.0
@@ -39,7 +42,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """What torchrun says of this process; None when something else started it. Raises UsageError where it is partial."""
+    """What torchrun says of this process; None when something else started it. Raises UsageError if incomplete."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     found = {name: os.environ.get(name, "") for name in names}
     if not found["TORCHELASTIC_RUN_ID"]:
@@ -59,8 +62,9 @@ def place() -> Place | None:
 
 def store_at(where: dict[str, Any]) -> Any:
     """torchrun's key-value store, under this run's prefix."""
-    import torch.distributed as dist
+    import torch.distributed
 
+    dist: Any = torch.distributed  # its stores are not exported for type checkers
     return dist.PrefixStore(where["run"], dist.TCPStore(where["host"], where["port"], is_master=False))
 
 

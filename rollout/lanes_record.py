@@ -36,9 +36,10 @@ class _Reader:
         self._rank = rank
         self._running: dict[tuple[Phase | None, str], Event] = {}
         self._entered: dict[int, Event] = {}
-        # P: where the open epoch stands, and when the device had done all that was enqueued.
+        # P: where the open epoch stands, segments that the device has still to do, and when it had last done all.
         self._stands: Event | None = None
-        self._idle_ns: int | None = 0
+        self._segments = 0
+        self._idle_ns = 0
         # D: rows promoted since the last submission, and for each submission when its rows were ready.
         self._promoted: list[Event] = []
         self._ready_ns: dict[str, int | None] = {}
@@ -66,7 +67,7 @@ class _Reader:
             case Kind.SUBMIT if event.phase is Phase.D:
                 self._submit_decode(event)
             case Kind.SUBMIT:
-                self._idle_ns = None
+                self._segments += 1
             case _:
                 pass
 
@@ -77,6 +78,8 @@ class _Reader:
         if event.phase is Phase.D:
             self._decoded_ns = event.time_ns
         else:
+            # A record that has wrapped may begin with the end of a segment.
+            self._segments = max(0, self._segments - 1)
             self._idle_ns = event.time_ns
 
     def _permit_wait(self, permit: Event) -> None:
@@ -84,7 +87,7 @@ class _Reader:
         stands = self._stands
         if stands is None or (stands.epoch, stands.a) != (permit.epoch, permit.a) or permit.a == permit.b:
             return
-        since = permit.time_ns if self._idle_ns is None else max(stands.time_ns, self._idle_ns)
+        since = permit.time_ns if self._segments else max(stands.time_ns, self._idle_ns)
         self._add("wait", PERMIT, since, permit)
 
     def _submit_decode(self, event: Event) -> None:

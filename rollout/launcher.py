@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.comm.shared import Arena
 from kernel.errors import RankLost, TurnstileError
-from kernel.topology import World
 from rollout import wire
 from rollout.nursery import Child, Nursery
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kernel.topology import World
 
 _GRACE_S = 10.0
 
@@ -125,4 +128,3 @@ def failure(rank: int, message: dict[str, Any]) -> TurnstileError:
         error = kind.__new__(kind)
         error.args = (text,)
     return error
-

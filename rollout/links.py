@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kernel.ports import Collectives, Rendezvous
 from kernel.request import Phase
-from kernel.topology import World
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kernel.comm.shared import Arena
+    from kernel.ports import Collectives, Rendezvous
+    from kernel.topology import World
 
 
 class Link(Protocol):
@@ -93,7 +94,7 @@ class HostsLink:
             port=port,
             listening=lambda chosen: store.set("rendezvous", str(chosen)),
         )
-        group = dist.PrefixStore("gloo", store)
+        group = dist.distributed_c10d.PrefixStore("gloo", store)
         join = partial(dist.init_process_group, "gloo", store=group, rank=rank, world_size=world.size)
         await asyncio.to_thread(join)
         return cls(rendezvous, world, rank)

@@ -14,12 +14,14 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kernel.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
 
 _COUNT = struct.Struct("<I")
 
@@ -122,7 +124,7 @@ def _home() -> str:
     return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-# -- the forking process ------------------------------------------------------------------------------------------------
+# -- the forking process ---------------------------------------------------------------------------------------------
 
 
 def _serve(control: socket.socket) -> None:
@@ -218,10 +220,6 @@ def main() -> None:
     import torch  # noqa: F401
     import uvloop  # noqa: F401
 
-    import kernel.comm.gloo
-    import kernel.comm.shm_collectives
-    import kernel.device.cpu
-    import models.qwen3_moe
     import rollout.links
     import rollout.worker  # noqa: F401
 

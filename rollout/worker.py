@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import TurnstileError, UsageError
 from kernel.inbox import Inbox, UsePolicy
@@ -19,12 +19,14 @@ from kernel.journal import Journal, groups
 from kernel.program import Program
 from kernel.rank import Ports, Rank
 from kernel.record import NullRecorder, Recorder, ring_path
-from kernel.replica import Output
 from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
 from rollout import wire
+
+if TYPE_CHECKING:
+    from kernel.replica import Output
 
 
 class Outbox:

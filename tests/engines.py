@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernel.request import SamplingParams
-from rollout.engine import Completion, Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rollout.engine import Completion, Engine
 
 TOLERANCE = 1e-4
 """Of a log-probability, float32."""
@@ -37,7 +41,8 @@ class Oracle:
 
     @torch.inference_mode()
     def check(self, trajectory: Sequence[Turn]) -> None:
-        """Raise AssertionError unless every token of every turn is the greedy one, its log-probability within tolerance.
+        """Raise AssertionError unless every token of every turn is the greedy one, its log-probability within
+        tolerance.
 
         One forward over the last context judges all turns, since each is a prefix of the next.
         """

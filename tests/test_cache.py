@@ -26,7 +26,8 @@ class Pool(RuleBasedStateMachine):
         for position, token in enumerate(tokens):
             self.content.setdefault(blocks[position // size], [0] * size)[position % size] = token
 
-    @rule(session=st.integers(0, 4), more=st.lists(st.integers(0, 3), min_size=1, max_size=8), longest=st.integers(1, 6),
+    @rule(session=st.integers(0, 4), more=st.lists(st.integers(0, 3), min_size=1, max_size=8), longest=st.integers(1,
+    6),
           keep=st.integers(0, 20))  # fmt: skip
     def admit(self, session: int, more: list[int], longest: int, keep: int) -> None:
         prompt = [*self.history.get(session, [])[:keep], *more]

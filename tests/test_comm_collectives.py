@@ -162,6 +162,12 @@ def test_reduce_scatter_of_uneven_rows(
     ranks.run(compare, phase, "reduce_scatter", role, [sum(sizes), *rest], dtype, seed, sizes, strided)
 
 
+@pytest.mark.parametrize("seeds", [(3, 3, 4, 4), (4, 4, 3, 3)], ids=["inside first", "outside first"])
+def test_calls_inside_and_outside_of_inference_mode_mix(ranks: Ranks, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:  # two of each: both parities of a shape that no other test uses
+        ranks.run(compare, Phase.D, "all_reduce", Role.TP, [11, sum(seeds[:2]) + 30], "float32", seed, None, False)
+
+
 def phases_at_once(me: Me, steps: int) -> str:
     """P and D threads of one rank, each in its own order and at its own pace."""
     failures: list[BaseException] = []

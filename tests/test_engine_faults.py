@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +12,9 @@ from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.engine import Engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORLD = World(2, 1, 1)
 
@@ -54,8 +57,9 @@ POLICIES = """
         name = "twice"
 
         async def turn(self, gate):
-            gate.launch_decode()
-            gate.launch_decode()
+            await super().turn(gate)
+            if gate.d_ready:
+                gate.launch_decode()
 
     class Broken(Fine):
         name = "broken"
@@ -96,13 +100,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_a_policy_that_breaks_the_rules_stops_the_run(
     policy: str, error: type[TurnstileError], text: str, checkpoint: Path
 ) -> None:
-    with pytest.raises(error, match=text) as caught:
+    async def run() -> None:
         async with Engine(checkpoint, WORLD, policy=f"{checkpoint / 'policies.py'}:{policy}") as engine:
             first, second = engine.session(), engine.session()
             params = SamplingParams(max_tokens=30, ignore_eos=True)
-            turn = first.generate([3, 4, 5], params)
-            async for _ in turn:
+            async for _ in first.generate([3, 4, 5], params):
                 await second.generate([6] * 40, params)
+
+    with pytest.raises(error, match=text) as caught:
+        await run()
     assert "\n" not in str(caught.value)
 
 
@@ -112,7 +118,11 @@ async def test_requests_that_cannot_be_served_are_refused_and_the_rest_goes_on(c
         for prompt, params, text in (
             ([], SamplingParams(), "empty prompt"),
             ([3, 256], SamplingParams(max_tokens=2), "token id 256: the vocabulary has ids 0 to 255"),
-            ([3] * 50, SamplingParams(max_tokens=15), r"does not fit the 64 tokens of the KV pool \(raise --kv-tokens\)"),
+            (
+                [3] * 50,
+                SamplingParams(max_tokens=15),
+                r"does not fit the 64 tokens of the KV pool \(raise --kv-tokens\)",
+            ),
         ):
             with pytest.raises(UsageError, match=text):
                 session.generate(prompt, params)
@@ -176,7 +186,9 @@ async def test_sampling_is_reproducible_whatever_it_is_batched_with(checkpoint: 
     params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=50, seed=11, ignore_eos=True)
     async with Engine(checkpoint, World(2, 2, 2)) as engine:
         alone = await engine.generate(list(range(3, 30)), params)
-        crowd = [engine.generate([3 + n] * 20, SamplingParams(max_tokens=20, temperature=1.0, seed=n)) for n in range(6)]
+        crowd = [
+            engine.generate([3 + n] * 20, SamplingParams(max_tokens=20, temperature=1.0, seed=n)) for n in range(6)
+        ]
         import asyncio
 
         among, *_ = await asyncio.gather(engine.generate(list(range(3, 30)), params), *crowd)

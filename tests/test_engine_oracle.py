@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +10,9 @@ from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.engine import Engine
 from tests.engines import Oracle, trajectories
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORLDS = [
     World(1),

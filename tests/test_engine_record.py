@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +13,9 @@ from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.engine import Engine
 from tests.engines import trajectories
+
+if TYPE_CHECKING:
+    pass
 
 POLICIES = ["normal", "global_complete", "global_enqueue", "fine", "fine:span=2", "adaptive"]
 WORLD = World(4, 2, 4)
@@ -64,8 +66,8 @@ def together(recording: Recording) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[int, Recording]]]:
-    """One run under each policy, on ranks that stay up: a crowd of trajectories, then one that leaves a replica idle."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Recording]]:
+    """One run under each policy, on ranks that stay up: a crowd of trajectories, then one with a replica idle."""
     import asyncio
 
     base = tmp_path_factory.mktemp("record")
@@ -85,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[in
                 found[policy] = read_run(out)
         return found
 
-    yield asyncio.run(run())
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("policy", ["global_enqueue", "fine", "fine:span=2", "adaptive"])

@@ -6,13 +6,16 @@ import json
 import socket
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kernel.topology import World
 from models.tiny import write_checkpoint
 from tests.hosts_program import generate
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _free_port() -> int:

@@ -126,7 +126,13 @@ class Cluster:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(POLICIES), st.integers(1, 3), st.integers(1, 4), st.integers(3, 40), st.randoms(use_true_random=False))
+@given(
+    st.sampled_from(POLICIES),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(3, 40),
+    st.randoms(use_true_random=False),
+)
 def test_every_turn_ends_on_a_pool_of_little_more_than_the_largest(
     spec: str, replicas: int, rows: int, tokens: int, rng: random.Random
 ) -> None:

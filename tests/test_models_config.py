@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kernel.errors import UsageError
-from kernel.topology import World
+from kernel.topology import Role, World
 from models import kv_bytes_per_token
 from models.config import FAMILIES, Qwen3MoeConfig, parse_config, read_config
 from models.shards import check_split, shard
@@ -231,6 +231,8 @@ def test_shards_partition_heads_experts_and_columns(size: int) -> None:
         held = {(p.experts.start, p.columns.start) for p in parts}
         assert {len(p.experts) * len(p.columns) for p in parts} == {128 * 768 // size}
         assert held == {(e, c) for e in range(0, 128, 128 // world.ep) for c in range(0, 768, 768 // world.etp)}
+        for group in world.groups[Role.ETP]:
+            assert len({parts[rank].experts for rank in group}) == 1
         for replica in range(world.adp):
             mine = parts[replica * world.atp : (replica + 1) * world.atp]
             assert [p.leader for p in mine] == [True] + [False] * (world.atp - 1)

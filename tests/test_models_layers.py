@@ -105,6 +105,22 @@ def test_experts_of_all_shards_sum_to_the_mixture(
     assert torch.allclose(found.double(), expected, atol=1e-3, rtol=1e-4)
 
 
+def test_rows_of_other_ranks_experts_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm leaves rows past its last group as they were in memory."""
+    plain = F.grouped_mm
+
+    def careless(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        out = plain(x, weight, offs=offs)
+        out[int(offs[-1]) :] = float("nan")
+        return out
+
+    x, up, down = noise(9, 8), noise(3, 16, 8, seed=1), noise(3, 8, 8, seed=2)
+    weights, chosen = experts.route(x, noise(12, 8, seed=3), 4, True)
+    expected = experts._dense(x, weights, chosen, 6, up, down, 12)
+    monkeypatch.setattr(F, "grouped_mm", careless)
+    assert torch.allclose(experts._grouped(x, weights, chosen, 6, up, down), expected, atol=1e-4)
+
+
 def test_mixture_chooses_by_size_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     for way in ("_dense", "_grouped"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given
@@ -27,8 +27,8 @@ TABLE = {
     (8, 2, 4, "flat"): ("AR[TP] | AR[EP] AR[ETP]", "RS[ATP] AG[TP] | RS[TP] AG[ATP]"),
     (4, 4, 2, "flat"): ("AR[TP] | AR[EP] AR[ETP]", "AG[TP] | RS[TP]"),
     (4, 2, 4, "cross"): ("AR[TP] | AR[TP]", "RS[ATP] AG[ADP] AG[ATP] | RS[ATP] RS[ADP] AG[ATP]"),
-    # The corner of the variable reduce-scatter: e = d but attention-TP above 1 must not use it. Where EP and ADP, or ATP
-    # and ETP, have the same members they are one communicator, named by the first.
+    # The corner of the variable reduce-scatter: e = d but attention-TP above 1 must not use it. Where EP and ADP, or
+    # ATP and ETP, have the same members they are one communicator, named by the first.
     (4, 2, 2, "flat"): ("AR[TP] | AR[ADP] AR[ATP]", "RS[ATP] AG[TP] | RS[TP] AG[ATP]"),
 }
 
@@ -69,7 +69,7 @@ def test_segments_partition_the_forward(world: World, phase: Phase, layers: int,
     program = Program(world, phase, layers)
     cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
     ends = [0, *cuts, layers]
-    parts = [program.segment(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    parts = [program.segment(start, end) for start, end in pairwise(ends)]
     assert tuple(chain.from_iterable(parts)) == program.calls
 
 
@@ -107,5 +107,5 @@ def test_route_is_what_it_says(world: World, layers: int) -> None:
 
 @pytest.mark.parametrize(("size", "adp", "ep"), [(4, 3, 1), (4, 2, 3), (0, 1, 1), (6, 4, 2)])
 def test_sizes_that_do_not_divide_are_refused_with_what_fits(size: int, adp: int, ep: int) -> None:
-    with pytest.raises(UsageError, match="--world|--adp|--ep"):
+    with pytest.raises(UsageError, match=r"--world|--adp|--ep"):
         World(size, adp, ep)

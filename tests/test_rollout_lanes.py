@@ -192,6 +192,26 @@ def test_prefill_that_still_runs_at_its_release_did_not_wait(tmp_path: Path) -> 
     assert lengths(script.found(), "wait", "permit") == [1, 0]
 
 
+def test_prefill_does_not_wait_while_a_later_segment_is_queued(tmp_path: Path) -> None:
+    script = Script(tmp_path / "rank3.ring")
+    script.at(0).plan(Plan(round=0, epoch=1, activate=1), 1)
+    for first in (0, 1):
+        script.at(first).permit(first, first + 1)
+        script.journal.submitted(f"P e1 [{first},{first + 1})", Phase.P, (), first, first + 1, 8)
+        script.journal.boundary(1, first + 1)
+    script.at(2).device(Phase.P, "P e1 [0,1)", "start")
+    script.at(5).device(Phase.P, "P e1 [0,1)", "finish")
+    script.at(5).device(Phase.P, "P e1 [1,2)", "start")
+    script.at(12).permit(2, 3)  # the device is at [1,2)
+    script.journal.submitted("P e1 [2,3)", Phase.P, (), 2, 3, 8)
+    script.journal.boundary(1, 3)
+    script.at(20).device(Phase.P, "P e1 [1,2)", "finish")
+    script.at(20).device(Phase.P, "P e1 [2,3)", "start")
+    script.at(30).device(Phase.P, "P e1 [2,3)", "finish")
+    script.at(34).permit(3, 4)
+    assert lengths(script.found(), "wait", "permit") == [0, 0, 4]
+
+
 def test_metrics_come_from_all_ranks_records(tmp_path: Path) -> None:
     paths = [tmp_path / "rank0.ring", tmp_path / "rank1.ring"]
     for path, wait in zip(paths, (4, 8), strict=True):

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kernel.record import read_run
+from rollout.lanes import common
+from rollout.lanes_record import intervals
 from rollout.replay import read_rows
 
 for needed in ("torch", "uvloop", "numpy", "safetensors", "matplotlib"):
@@ -50,4 +53,12 @@ def test_two_policies_do_the_same_work_on_ranks_that_stay_up(tmp_path: Path) -> 
     assert shapes[0] == shapes[1]
     for name in ("global_complete", "fine-span=2"):
         assert sorted(path.name for path in (out / name / "record").iterdir()) == ["rank0.ring", "rank1.ring"]
+        for recording in read_run(out / name).values():
+            found = intervals(recording)
+            for phase, label in (("D", "decode"), ("P", "permit")):
+                work = [(one.start_ns, one.end_ns) for one in found if one.lane == phase]
+                waits = [(one.start_ns, one.end_ns) for one in found if (one.lane, one.label) == ("wait", label)]
+                assert work
+                assert waits
+                assert common(work, waits) == 0, "nothing waits while it works"
         assert (out / f"lanes-{name}.png").stat().st_size > 10_000

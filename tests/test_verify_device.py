@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,6 +17,7 @@ from kernel.program import Program
 from kernel.request import Phase
 from kernel.topology import Role, World
 from verify.errors import Deadlock
+from verify.kernels import Chip, Kernel
 from verify.loop import RankLoop
 from verify.scheduler import Scheduler
 from verify.world import WIDE, SimRank, SimWorld
@@ -275,7 +277,7 @@ def test_streams_are_fifo_and_routed_work_has_edges_both_ways(
     world.run(main)
     meetings: dict[str, list[tuple[int, int]]] = {}
     for sim in world.ranks:
-        found, count = spans(sim.log), {phase: 0 for phase in Phase}
+        found, count = spans(sim.log), dict.fromkeys(Phase, 0)
         sequences: dict[Phase, list[str]] = {phase: [] for phase in Phase}
         for i, (phase, first, second, routed) in enumerate(parts):
             label = f"{phase} all_reduce TP #{count[phase]}"
@@ -297,7 +299,7 @@ def test_streams_are_fifo_and_routed_work_has_edges_both_ways(
 
 
 def test_the_event_of_a_submission_is_the_end_of_all_it_enqueued() -> None:
-    async def main(sim: SimRank) -> list[float]:
+    async def main(sim: SimRank) -> list[int]:
         device, group, route = sim.device, sim.device.collectives(Phase.P), sim.device.route()
         d, p = device.stream(Phase.D), device.stream(Phase.P)
         times = []
@@ -343,12 +345,9 @@ def test_compute_of_two_streams_shares_the_device(a: int, b: int, later: int, co
 
     async def main(sim: SimRank) -> tuple[int, int]:
         first = sim.device.stream(Phase.D).submit(lambda: sim.device.compute("a", a), "D")
-        sim.loop.call_later(later / 1e9, lambda: None)
         ends = [0, 0]
 
         async def second() -> None:
-            import asyncio
-
             await asyncio.sleep(later / 1e9)
             await sim.device.stream(Phase.P).submit(lambda: sim.device.compute("b", b), "P").wait()
             ends[1] = sim.clock.now_ns()
@@ -474,8 +473,6 @@ def test_closing_drops_what_has_not_started() -> None:
         stream = sim.device.stream(Phase.D)
         running = stream.submit(lambda: sim.device.compute("a", 100), "D 0")
         waiting = stream.submit(lambda: sim.device.compute("b", 100), "D 1")
-        import asyncio
-
         await asyncio.sleep(50e-9)
         await sim.device.close()
         await sim.device.close()
@@ -483,7 +480,7 @@ def test_closing_drops_what_has_not_started() -> None:
             await waiting.wait()
         with pytest.raises(RankLost, match="submitted D 2 to a closed device"):
             stream.submit(lambda: None, "D 2")
-        assert not running.done() or sim.clock.now_ns() == 50
+        assert not running.done()
         return sim.clock.now_ns()
 
     world = SimWorld(World(2))
@@ -493,8 +490,6 @@ def test_closing_drops_what_has_not_started() -> None:
 
 
 def test_a_kernel_larger_than_the_device_is_refused() -> None:
-    from verify.kernels import Chip, Kernel
-
     chip = Chip(0, Scheduler(), 2)
     with pytest.raises(UsageError, match="takes 3 slots of a device that has 2"):
         chip.queues[Phase.D].append(Kernel("big", 3))

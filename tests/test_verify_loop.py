@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import inspect
 import sys
@@ -109,7 +110,7 @@ class Interpreter:
         self.log.append((what, asyncio.get_running_loop().time()))
 
     def delay(self, path: str, ms: int) -> float:
-        """Milliseconds, and a fraction of its own for each place in the program: no two timers are ever due together."""
+        """Milliseconds, and a fraction of its own for each place in the program: no two timers are due together."""
         return ms / 1e3 + int.from_bytes(hashlib.blake2b(path.encode(), digest_size=3).digest(), "big") / 1e11
 
     async def block(self, path: str, ops: list[Any]) -> None:
@@ -274,8 +275,6 @@ async def call_order(log: Log) -> None:
 
 
 async def contexts(log: Log) -> None:
-    import contextvars
-
     where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
 
     async def child(name: str) -> None:
@@ -357,7 +356,7 @@ def test_a_timer_fires_on_time_and_a_cancelled_one_moves_no_clock(delays: list[f
             await asyncio.sleep(delay)
             assert before + delay - 1e-9 <= loop.time() <= before + delay + 1e-9
             deadline = loop.time() + delay
-            while loop.time() < deadline:  # rounding may take a second step, never endless ones at the same time
+            while loop.time() < deadline:  # noqa: ASYNC110 (rounding may take a second step, never endless ones)
                 await asyncio.sleep(deadline - loop.time())
         return loop.time()
 
@@ -416,7 +415,8 @@ def test_every_method_of_a_loop_is_there_or_refused() -> None:
     assert missing == []
 
 
-REFUSED = sorted(name for name, value in vars(RankLoop).items() if getattr(value, "__qualname__", "").startswith("_outside"))
+METHODS = vars(RankLoop).items()
+REFUSED = sorted(name for name, value in METHODS if getattr(value, "__qualname__", "").startswith("_outside"))
 
 
 def test_all_of_the_outside_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel.driver import Driver
 from kernel.errors import ModelError
 from kernel.program import Program
-from kernel.request import Phase, Row, SamplingParams, Sampled
+from kernel.request import Phase, Row, Sampled, SamplingParams
 from kernel.step import Step
 from kernel.topology import World
 from verify.kernels import Kernel
@@ -51,7 +51,7 @@ def test_tokens_depend_on_the_context_alone(prompt: list[int], cuts: list[int], 
     kv = SimKV(size, audit)
     blocks = tuple(reversed(range(100, 100 + 1 + (len(prompt) + 10) // size)))
     edges = sorted({0, len(prompt), *(cut for cut in cuts if cut < len(prompt))})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         context = feed(kv, Row(3, tuple(prompt[start:end]), start, blocks, GREEDY))
     tokens = []
     for at in range(len(prompt), len(prompt) + 10):
@@ -84,7 +84,7 @@ def test_misuse_of_blocks_is_noticed() -> None:
     feed(kv, Row(0, prompt, 0, (5, 6, 7), GREEDY))
     with pytest.raises(ModelError, match="slot 1 reads position 4, which was never written in block 8"):
         feed(kv, Row(1, (1,), 5, (5, 8), GREEDY))
-    with pytest.raises(ModelError, match="reads block 6 as its 0-th, but it holds another context"):
+    with pytest.raises(ModelError, match="reads block 6 as its 0-th: it holds another context"):
         feed(kv, Row(1, (1,), 8, (6, 5, 9), GREEDY))
     with pytest.raises(ModelError, match="feeds 3 tokens at 10 in 3 blocks"):
         feed(kv, Row(0, (1, 2, 3), 10, (5, 6, 7), GREEDY))
@@ -198,7 +198,8 @@ def test_time_grows_with_tokens_context_and_layers_and_tells_the_phases_apart() 
     def took(phase: Phase, layers: int, fed: int, start: int = 0) -> int:
         blocks = tuple(range(1 + (start + fed) // 4))
         if phase is Phase.D:
-            rows = [[Row(i, None, start, tuple(range(1000 * i, 1000 * i + len(blocks))), GREEDY) for i in range(fed)]] * 2
+            spread = [tuple(1000 * i + block for block in blocks) for i in range(fed)]
+            rows = [[Row(i, None, start, spread[i], GREEDY) for i in range(fed)]] * 2
         else:
             rows = [[Row(0, tuple(range(fed)), 0, blocks, GREEDY)]] * 2
         simulated, _ = forward(world, phase, layers, rows, cost)
@@ -221,5 +222,5 @@ def test_a_wrong_row_count_is_named() -> None:
         driver = Driver(model.forward(step, rows), step, lambda: sim.device.scope(Phase.P))
         await sim.device.stream(Phase.P).submit(lambda: driver.advance(9), "P").wait()
 
-    with pytest.raises(ModelError, match="of a tensor of 3 rows|returned 2 rows where 3"):
+    with pytest.raises(ModelError, match=r"returned 2 rows where 3 are"):
         SimWorld(World(1)).run(main)

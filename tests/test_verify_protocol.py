@@ -56,7 +56,8 @@ class Protocol:
                 async with moved:
                     reached = layer
                     moved.notify_all()
-                    await moved.wait_for(lambda layer=layer: layer < permit or not self.turnstile)  # type: ignore[misc]
+                    while self.turnstile and layer >= permit:
+                        await moved.wait()
                 device.stream(Phase.P).submit(all_reduce, f"P {layer}")
             async with moved:
                 ended = True
@@ -73,7 +74,8 @@ class Protocol:
                     launch(round_)
                     continue
                 async with moved:
-                    await moved.wait_for(lambda: ended or reached >= permit)
+                    while not ended and reached < permit:
+                        await moved.wait()
                 await sim.rendezvous.exchange("pre-d", b"")
                 launch(round_)
                 await sim.rendezvous.exchange("post-d", b"")

@@ -21,7 +21,9 @@ THREE = World(3)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 50)] * 3), min_size=1, max_size=5), st.integers(0, 9))
-def test_payloads_come_in_rank_order_when_the_last_has_arrived(rounds: list[tuple[int, int, int]], latency: int) -> None:
+def test_payloads_come_in_rank_order_when_the_last_has_arrived(
+    rounds: list[tuple[int, int, int]], latency: int
+) -> None:
     async def main(sim: SimRank) -> list[Any]:
         got = []
         for number, delays in enumerate(rounds):

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,14 @@ from kernel.topology import World
 from verify.arrivals import SimTurn, Trajectory, trajectories
 from verify.errors import Deadlock
 from verify.kv import continuation
-from verify.model import FREE
+from verify.model import FREE, CostModel
 from verify.rendezvous import uniform_skew
 from verify.simulation import Engine, Outcome, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kernel.inbox import Entry
     from kernel.sched.policy import Gate, Limits, Memory, Plan, Policy, RankView
     from verify.scheduler import Actor
 
@@ -81,11 +83,12 @@ def test_every_policy_serves_every_trajectory_exactly(world: World, policy: str)
     st.booleans(),
     st.booleans(),
 )
-def test_tokens_are_the_same_in_any_schedule(world_policy: str, world: World, seed: int, late: bool, any_: bool) -> None:
+def test_tokens_are_the_same_in_any_schedule(policy: str, world: World, seed: int, late: bool, permute: bool) -> None:
     asked = trajectories(3, 2, seed=seed, prompt=(1, 40), output=(1, 6))
-    engine = Engine(layers=2, prefill_tokens=24, rows=2, blocks=20, block_size=8, cost=FREE if seed % 2 else Engine().cost)
+    cost = FREE if seed % 2 else CostModel()
+    engine = Engine(layers=2, prefill_tokens=24, rows=2, blocks=20, block_size=8, cost=cost)
     skew = uniform_skew(20_000_000, seed) if late else None
-    check(simulate(world, world_policy, asked, engine, choose=shuffled(seed), permute=any_, skew=skew), asked)
+    check(simulate(world, policy, asked, engine, choose=shuffled(seed), permute=permute, skew=skew), asked)
 
 
 @pytest.mark.parametrize("policy", ORDERED)
@@ -111,7 +114,8 @@ sys.modules["torch"] = None  # importing it fails
 from kernel.topology import World
 from verify.arrivals import trajectories
 from verify.simulation import simulate
-outcome = simulate(World(4, adp=2), "fine", trajectories(4, 2, output=(1, 6)), permute=True, choose=lambda o: len(o) // 2)
+asked = trajectories(4, 2, output=(1, 6))
+outcome = simulate(World(4, adp=2), "fine", asked, permute=True, choose=lambda options: len(options) // 2)
 print(outcome.digest, outcome.makespan_ns, outcome.steps)
 """
 
@@ -150,8 +154,8 @@ def can_deadlock(world: World, policy: str, capacity: int, seeds: int = 4) -> bo
 @pytest.mark.parametrize(
     ("policy", "route", "capacity", "can"),
     [
-        # Two chains of collectives on a device: one kernel of each phase must fit, whatever the policy. The paper's route
-        # leaves prefill's attention-TP collectives on their own stream, so that it does not change this.
+        # Two chains of collectives on a device: one kernel of each phase must fit, whatever the policy. The paper's
+        # route leaves prefill's attention-TP collectives on their own stream, so that it does not change this.
         ("unordered", "none", 1, True),
         ("unordered", "none", 2, False),
         ("global_complete", "paper", 1, True),
@@ -208,7 +212,7 @@ def test_abort_pause_and_other_entries_take_effect_on_all_ranks() -> None:
     long = SamplingParams(max_tokens=60, ignore_eos=True)
     asked = [Trajectory(session, (SimTurn(tuple(range(20)), long),)) for session in range(4)]
     ms = 1_000_000
-    extra = [
+    extra: list[tuple[int, Entry]] = [
         (10 * ms, Pause()),
         (20 * ms, Abort(1)),
         (400 * ms, Resume()),
@@ -222,7 +226,7 @@ def test_abort_pause_and_other_entries_take_effect_on_all_ranks() -> None:
     assert 20 * ms < outcome.turns[1].done_ns < 30 * ms
     assert 410 * ms < outcome.turns[2].done_ns < 420 * ms
     pauses = [line[0] for line in outcome.logs[0] if line[1] == "start"]
-    assert max(b - a for a, b in zip(pauses, pauses[1:], strict=False)) > 300 * ms
+    assert max(b - a for a, b in pairwise(pauses)) > 300 * ms
     for request in (0, 3):
         turn = outcome.turns[request]
         assert turn.tokens == list(continuation(turn.request.prompt, long, 32_000))

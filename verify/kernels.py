@@ -65,6 +65,16 @@ class Kernel:
     def __str__(self) -> str:
         return f"{self.queue}: {self.label}"
 
+    @property
+    def marker(self) -> bool:
+        """Whether it is nothing but a place in its queue, reached when all before it have finished."""
+        return self.meeting is None and not self.duration_ns and not self.weight
+
+    @property
+    def blocked(self) -> bool:
+        """Whether it waits for an event of another queue."""
+        return bool(self.blockers) and any(not blocker.finished for blocker in self.blockers)
+
     def act(self) -> None:
         """Finish: the time of a compute kernel is over."""
         if not self.finished:
@@ -112,9 +122,9 @@ class Queue:
         """See whether the head can go on."""
         while self.items and not self._enabled:
             head = self.items[0]
-            if head.arrived or (head.blockers and any(not blocker.finished for blocker in head.blockers)):
+            if head.arrived or head.blocked:
                 return
-            if head.meeting is not None or head.duration_ns or head.weight:
+            if not head.marker:
                 self._enabled = True
                 self.chip.scheduler.enable(self)
                 return
@@ -221,12 +231,14 @@ class Chip:
             self.idle()
 
     def drop(self) -> None:
-        """Forget all work that has not started."""
+        """Forget all work that has not started; the end of work that has is kept."""
         for queue in self.queues.values():
-            kept = [kernel for kernel in queue.items if kernel.resident]
-            lost = [kernel for kernel in queue.items if not kernel.resident]
-            queue.items = deque(kept)
-            for kernel in lost:
+            items = list(queue.items)
+            keep = int(bool(items) and items[0].resident)
+            while keep and keep < len(items) and items[keep].marker and not items[keep].blocked:
+                keep += 1
+            queue.items = deque(items[:keep])
+            for kernel in items[keep:]:
                 kernel.dropped = kernel.finished = True
                 self.outstanding -= 1
                 self.note("drop", queue.phase, kernel.label)

@@ -117,7 +117,7 @@ class SimKV:
                 at = index * size + used - 1
                 raise ModelError(f"slot {row.slot} reads position {at}, which was never written in block {number}")
             if self.audit and block.before != context:
-                raise ModelError(f"slot {row.slot} reads block {number} as its {index}-th, but it holds another context")
+                raise ModelError(f"slot {row.slot} reads block {number} as its {index}-th: it holds another context")
             self._free_of_others(phase, row, number, block)
             context = block.hashes[used - 1]
         return context

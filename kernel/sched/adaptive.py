@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kernel.errors import UsageError
 from kernel.sched.fine import Fine
-from kernel.sched.planner import Situation
-from kernel.sched.policy import Limits
+
+if TYPE_CHECKING:
+    from kernel.sched.planner import Situation
+    from kernel.sched.policy import Limits
 
 
 @dataclass(frozen=True, slots=True)

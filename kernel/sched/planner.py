@@ -15,9 +15,9 @@ from kernel.sched.policy import ALL, Chunk, Gate, Guarantees, Limits, Memory, Pl
 class Situation:
     """What a policy decides on.
 
-    ready: decodable rows of each replica, those promoted in this round included. open: an epoch is open. activating: one
-    starts in this round. waiting: new tokens of the requests that the views describe, over all replicas. memory: from
-    the last round.
+    ready: decodable rows of each replica, those promoted in this round included. open: an epoch is open. activating:
+    one starts in this round. waiting: new tokens of the requests that the views describe, over all replicas. memory:
+    from the last round.
     """
 
     ready: tuple[int, ...]

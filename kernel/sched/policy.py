@@ -73,9 +73,9 @@ class Plan:
 
     inbox: entries up to this number take effect now. decode: rows of each replica in this round's D iteration, bucket:
     the common padded row count (0: no D). activate: the epoch that starts in this round, -1 for none, with `prefill`,
-    the chunks of each replica. epoch: the epoch that is open in this round, -1 for none. span: boundaries that `release`
-    grants (ALL: to the end). promote: epochs whose results become decodable now. idle: nothing to do until the inbox
-    grows.
+    the chunks of each replica. epoch: the epoch that is open in this round, -1 for none. span: boundaries that
+    `release` grants (ALL: to the end). promote: epochs whose results become decodable now. idle: nothing to do until
+    the inbox grows.
     """
 
     round: int
@@ -118,7 +118,7 @@ class Gate(Protocol):
         """All enqueued P has finished on this rank's device, or there is none."""
 
     async def drained(self) -> None:
-        """All enqueued D has finished on this rank's device, or there is none. Its tokens are committed later, with the lag."""
+        """All enqueued D has finished on this rank's device, or there is none. Tokens are committed with the lag."""
 
     async def rendezvous(self, tag: str) -> None:
         """All ranks are here. `pre-d` compares plan digests and order hashes; `post-d` ends the round's exchange."""
@@ -172,8 +172,8 @@ class Limits:
 class Memory:
     """What the planner carries from round to round; part of the digest.
 
-    round: the next round. inbox: entries that have taken effect. epoch: newest epoch. open: whether it is open. chunks: its chunks. permit: endpoint granted so
-    far. extra: a policy's own, any tuple of numbers, strings and tuples.
+    round: the next round. inbox: entries that have taken effect. epoch: newest epoch. open: whether it is open. chunks:
+    its chunks. permit: endpoint granted so far. extra: a policy's own, any tuple of numbers, strings and tuples.
     """
 
     round: int = 0
@@ -188,8 +188,8 @@ class Memory:
 class Policy(Protocol):
     """A scheduling policy. Subclass `kernel.sched.planner.Planner` for the common plan and write `turn`.
 
-    name: as in `--policy`. guarantees: what it claims. route: overrides the world's route where set (`none` for a policy
-    that orders nothing). Created once a rank with its limits and its own config dataclass.
+    name: as in `--policy`. guarantees: what it claims. route: overrides the world's route where set (`none` for a
+    policy that orders nothing). Created once a rank with its limits and its own config dataclass.
     """
 
     name: ClassVar[str]

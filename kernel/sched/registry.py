@@ -11,7 +11,7 @@ import importlib.util
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import UsageError
 from kernel.sched.adaptive import Adaptive
@@ -19,8 +19,10 @@ from kernel.sched.fine import Fine
 from kernel.sched.global_complete import GlobalComplete
 from kernel.sched.global_enqueue import GlobalEnqueue
 from kernel.sched.normal import Normal
-from kernel.sched.policy import Limits, Policy
 from kernel.sched.unordered import Unordered
+
+if TYPE_CHECKING:
+    from kernel.sched.policy import Limits, Policy
 
 GROUP = "turnstile.policies"
 BUILTIN: tuple[type[Any], ...] = (Normal, GlobalComplete, GlobalEnqueue, Fine, Adaptive, Unordered)
@@ -124,6 +126,10 @@ def _last_line(error: BaseException, file: str) -> int:
 
 
 def _checked(cls: Any, name: str) -> type[Any]:
-    if not isinstance(cls, type) or not callable(getattr(cls, "plan", None)) or not callable(getattr(cls, "turn", None)):
+    if (
+        not isinstance(cls, type)
+        or not callable(getattr(cls, "plan", None))
+        or not callable(getattr(cls, "turn", None))
+    ):
         raise UsageError(f"policy {name} is not a class with `plan` and `turn`: subclass kernel.sched.planner.Planner")
     return cls
