@@ -61,6 +61,11 @@ class Epoch:
         if self._late:
             self._published(end)
 
+    def close(self) -> None:
+        """Abandon the forward, if no segment is running it any more."""
+        if all(task.done() for task in self._tasks):
+            self._driver.close()
+
     @property
     def finished(self) -> bool:
         """All of it has finished on this rank's device."""

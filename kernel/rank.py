@@ -106,6 +106,9 @@ class Rank:
         except TurnstileError as error:
             self._journal.exception(error)
             raise
+        finally:
+            if self._epoch is not None:
+                self._epoch.close()
 
     async def _round(self) -> None:
         plan, memory = self.policy.plan(self._views, self._memory)

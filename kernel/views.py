@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kernel.errors import Divergence
@@ -50,6 +51,7 @@ def encode(view: RankView, plan: int, order: int) -> bytes:
     return head + struct.pack("<I", view.queued) + waits
 
 
+@lru_cache(maxsize=64)
 def decode(blob: bytes) -> tuple[RankView, int, int]:
     """The inverse of `encode`."""
     plan, order, rank, round_, inbox, ready, promotable, slots, free, epoch, reached, tokens, flags, count = (

@@ -127,7 +127,7 @@ class Qwen3Moe:
             return [None] * len(rows)
         chosen = rows if len(drawing) == len(rows) else [rows[number] for number in drawing]
         params = [row.sample for row in chosen if row.sample is not None]
-        tokens, logprobs = sample(logits, params, [row.start for row in chosen])
+        tokens, logprobs = sample(logits, params, [row.start + row.fed for row in chosen])
         slots = batch.slots if chosen is rows else batch.slots[drawing]
         self.slots.index_copy_(0, slots, tokens)
         drawn = map(Sampled, tokens.tolist(), logprobs.tolist())

@@ -198,6 +198,30 @@ async def test_close_ends_an_exchange_in_progress() -> None:
         await waiting
 
 
+async def test_no_timer_outlives_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, loop = Arena.create(World(2)), asyncio.get_running_loop()
+    first, second = (SharedRendezvous(Arena.attach(os.dup(arena.fd), k), k, recheck_s=0.02) for k in range(2))
+    timers: list[asyncio.TimerHandle] = []
+    third, call_later = asyncio.Event(), loop.call_later
+
+    def noted(*args: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args))
+        if len(timers) >= 3:
+            third.set()
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    for number in range(3):
+        timers.clear()
+        third.clear()
+        waiting = asyncio.ensure_future(first.exchange(f"slow {number}", b"a"))
+        await third.wait()  # it has looked twice by itself
+        assert await second.exchange(f"slow {number}", b"b") == await waiting == [b"a", b"b"]
+        assert not [timer for timer in timers if not timer.cancelled() and timer.when() > loop.time()]
+    first.close()
+    second.close()
+
+
 # -- TCP --------------------------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +17,9 @@ from models.config import Qwen3MoeConfig, read_config
 from models.qwen3_moe_weights import Weights, read_weights
 from models.shards import shard
 from models.tiny import write_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORLDS = [World(*w) for w in ((1,), (2,), (2, 2, 2), (2, 2, 1), (4, 2, 4), (4, 1, 1), (4, 2, 2), (4, 4, 2))]
 
@@ -137,7 +139,8 @@ def test_several_files_with_an_index(path: Path) -> None:
     expected = [read(path, World(2, 2, 2), rank)[0] for rank in range(2)]
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
-    names, where = sorted(tensors), {}
+    names = sorted(tensors)
+    where: dict[str, str] = {}
     for number in range(3):
         file = f"model-{number + 1:05d}-of-00003.safetensors"
         save_file({name: tensors[name] for name in names[number::3]}, path / file)

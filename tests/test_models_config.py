@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +12,9 @@ from kernel.topology import Role, World
 from models import kv_bytes_per_token
 from models.config import FAMILIES, Qwen3MoeConfig, parse_config, read_config
 from models.shards import check_split, shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HUB: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -239,9 +241,9 @@ def test_shards_partition_heads_experts_and_columns(size: int) -> None:
             assert [h for p in mine for h in range(32)[p.heads.slice]] == list(range(32))
             # Each query head finds its KV head here, and the local grouping is the global one.
             for p in mine:
-                group = len(p.heads) // len(p.kv_heads)
+                each = len(p.heads) // len(p.kv_heads)
                 for local, head in enumerate(range(p.heads.start, p.heads.stop)):
-                    assert p.kv_heads.start + local // group == head // 8
+                    assert p.kv_heads.start + local // each == head // 8
             assert sum(len(p.kv_heads) for p in mine) == max(4, world.atp)
 
 

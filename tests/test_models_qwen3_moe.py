@@ -1,4 +1,4 @@
-"""Qwen3-MoE on all kinds of worlds against transformers on the same checkpoint, in float32: tokens and log-probabilities."""
+"""Qwen3-MoE on all kinds of worlds against transformers on the same checkpoint: tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_second_turn_continues_the_first_ones_blocks(world: World, path: Path,
 
 
 def test_decode_runs_inside_a_prefill(single: Team, oracle: Oracle) -> None:
-    """P and D of one rank interleave at every boundary; neither leaves anything in the model that the other trips on."""
+    """P and D of one rank interleave at every boundary; neither leaves in the model what the other trips on."""
     running = [single.admit(0, prompt(n, 6), 30) for n in range(3)]
     single.prefill(running)
     coming = single.admit(0, prompt(9, 14), 30)
@@ -173,6 +173,19 @@ def test_decode_runs_inside_a_prefill(single: Team, oracle: Oracle) -> None:
     single.decode([*running, coming])
     for context in (*running, coming):
         oracle.check(context)
+
+
+def test_attention_of_a_layer_comes_before_its_boundary(path: Path) -> None:
+    """Boundary 0 stands before everything; at boundary i decode overlaps with layer i's attention."""
+    team = Team(path, World(1))
+    layers, keys = team.models[0].layers, team.models[0].pool.keys
+    driver = team.driver(Phase.P, 0, [Row(0, (5, 6, 7), 0, (1,), None)])
+    for boundary in range(layers):
+        assert not driver.advance(boundary)
+        written = [bool(keys[layer].any()) for layer in range(layers)]
+        assert written == [boundary > 0 and layer <= boundary for layer in range(layers)]
+    assert driver.advance(layers)
+    assert driver.result == [None]
 
 
 @pytest.mark.parametrize("world", [World(1), World(2, 1, 1), World(2, 2, 2)], ids=str)

@@ -36,7 +36,8 @@ def plain(logits: list[float], p: SamplingParams) -> list[float]:
     kept = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if p.top_k and p.top_k < len(kept):
         kept = [token for token in kept if logits[token] >= logits[kept[p.top_k - 1]]]
-    total, reached, nucleus = sum(weights[token] for token in kept), 0.0, []
+    total, reached = sum(weights[token] for token in kept), 0.0
+    nucleus: list[int] = []
     for token in kept:
         if nucleus and p.top_p < 1 and reached >= p.top_p * total:
             break
@@ -82,14 +83,14 @@ def test_distribution_is_that_of_transformers_processors(seed: int, heat: float,
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = logits_of(seed, 3, 50)
-    warpers = LogitsProcessorList()
+    warpers, nothing = LogitsProcessorList(), torch.LongTensor([[0]] * 3)
     if heat != 1:
         warpers.append(TemperatureLogitsWarper(heat))
     if top_k:
         warpers.append(TopKLogitsWarper(min(top_k, 50)))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
-    expected = warpers(torch.zeros(3, 1, dtype=torch.long), logits.clone()).log_softmax(-1)
+    expected = warpers(nothing, logits.clone()).log_softmax(-1)
     found = distribution(logits, [SamplingParams(temperature=heat, top_k=top_k, top_p=top_p)] * 3)
     assert torch.allclose(found, expected, atol=1e-5)
 

@@ -62,8 +62,15 @@ class StockInVirtualTime(asyncio.SelectorEventLoop):
         return self._now
 
 
-def run_on(factory: Callable[[], asyncio.AbstractEventLoop], main: Callable[[Log], Coroutine[Any, Any, None]]) -> Log:
-    """The log of `main` on a loop, with how it ended."""
+def run_on(
+    factory: Callable[[], asyncio.AbstractEventLoop],
+    main: Callable[[Log], Coroutine[Any, Any, None]],
+    cleanup: bool = False,
+) -> Log:
+    """The log of `main` on a loop, with how it ended; `cleanup` also what was logged after that.
+
+    The runner cancels what is left in the order of a set that the whole process shares, which may differ.
+    """
     log: Log = []
     with asyncio.Runner(loop_factory=factory) as runner:
         try:
@@ -71,9 +78,10 @@ def run_on(factory: Callable[[], asyncio.AbstractEventLoop], main: Callable[[Log
             log.append(("returned", 0.0))
         except (Stuck, Deadlock):
             log.append(("stuck", 0.0))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             log.append((f"raised {type(error).__name__}", 0.0))
-    return log
+        ended = list(log)
+    return log if cleanup else ended
 
 
 # -- random programs --------------------------------------------------------------------------------------------------
@@ -173,7 +181,12 @@ class Interpreter:
             case "group", ops:
                 async with asyncio.TaskGroup() as group:
                     for index, each in enumerate(ops):
-                        group.create_task(self.block(f"{path}/{index}", [each]))
+                        child = self.block(f"{path}/{index}", [each])
+                        try:
+                            group.create_task(child)
+                        except RuntimeError:  # an eager sibling has failed already
+                            child.close()
+                            raise
             case "gather", ops:
                 await asyncio.gather(*(self.quiet(f"{path}/{index}", [each]) for index, each in enumerate(ops)))
             case "gather_errors", ops:
@@ -232,8 +245,11 @@ def assert_same(ours: Log, theirs: Log) -> None:
 @given(blocks, st.booleans())
 def test_any_program_runs_as_on_stock_asyncio(program: list[Any], eager: bool) -> None:
     async def main(log: Log) -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)  # when garbage is collected is no matter of order
         if eager and sys.version_info >= (3, 12):
-            asyncio.get_running_loop().set_task_factory(asyncio.create_eager_task_factory(Numbered))
+            loop.born = 1  # this task
+            loop.set_task_factory(asyncio.create_eager_task_factory(Numbered))
         await Interpreter(log).block("", program)
 
     assert_same(run_on(RankLoop, main), run_on(StockInVirtualTime, main))
@@ -327,7 +343,7 @@ async def left_behind(log: Log) -> None:
 
 @pytest.mark.parametrize("main", [barrier, call_order, contexts, abandoned_generator, left_behind])
 def test_pieces_of_asyncio_run_as_on_the_stock_loop(main: Any) -> None:
-    ours, theirs = run_on(RankLoop, main), run_on(StockInVirtualTime, main)
+    ours, theirs = run_on(RankLoop, main, cleanup=True), run_on(StockInVirtualTime, main, cleanup=True)
     assert_same(ours, theirs)
     assert len(ours) > 2
     assert ("returned", 0.0) in ours
@@ -389,6 +405,30 @@ def test_unnamed_tasks_are_named_by_order_of_creation() -> None:
     for _ in range(2):
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             assert runner.run(main()) == ["task 2", "mine"]
+
+
+def test_a_group_cancels_its_tasks_in_order_of_creation() -> None:
+    """asyncio goes through a set here; the order of addresses would make runs differ."""
+    order: list[int] = []
+
+    async def child(number: int) -> None:
+        try:
+            await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            order.append(number)
+            raise
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(child(number))
+            await asyncio.sleep(0)
+            raise KeyError
+
+    with asyncio.Runner(loop_factory=RankLoop) as runner, pytest.raises(ExceptionGroup):
+        runner.run(main())
+    assert sorted(order) == list(range(50))
+    assert order[5:40] == list(range(order[5], order[5] + 35))  # up to where the set's table begins
 
 
 def test_an_exception_handler_of_the_program_is_used() -> None:

@@ -93,12 +93,19 @@ def test_tokens_are_the_same_in_any_schedule(policy: str, world: World, seed: in
 
 @pytest.mark.parametrize("policy", ORDERED)
 def test_a_pool_of_one_and_a_fifth_of_the_largest_trajectory_serves_them_all(policy: str) -> None:
-    asked = trajectories(5, 3, seed=3, prompt=(10, 40), output=(3, 9), wait_ns=(0, 0))
+    asked = trajectories(8, 4, seed=1, prompt=(10, 40), output=(3, 9), wait_ns=(0, 30_000_000))
     largest = max(sum(len(turn.prompt) + turn.params.max_tokens for turn in t.turns) for t in asked)
     engine = Engine(blocks=-(-largest * 6 // 5 // 8), block_size=8, prefill_tokens=32, rows=4)
     outcome = simulate(CROSSED, policy, asked, engine)
     check(outcome, asked)
-    assert any(turn.cached for turn in outcome.turns.values())
+    known: dict[int, int] = {}
+    reuse = set()
+    for turn in outcome.turns.values():  # what a turn had left for the next one of its session
+        if turn.turn:
+            left = known[turn.request.session]
+            reuse.add("none" if not turn.cached else "all" if turn.cached == left else "some")
+        known[turn.request.session] = len(turn.request.prompt) + len(turn.tokens) - 1
+    assert reuse == {"none", "some", "all"}
 
 
 def test_runs_are_equal_and_the_first_choice_is_the_default() -> None:

@@ -56,7 +56,7 @@ class _Exchange:
         hall = self.hall
         hall.scheduler.progress += 1
         self.posted += 1
-        if self.done or self.posted < hall.size:
+        if self.posted < hall.size:
             return
         if hall.latency_ns:
             hall.scheduler.alarm(hall.scheduler.now_ns + hall.latency_ns, self)

@@ -63,7 +63,7 @@ class Scheduler:
     ready handles of a rank (production runs them first in, first out, so a fault found this way may be one of a program
     that asyncio would not run so; it finds what depends on that order). patience_s: virtual seconds in
     which only timers of the ranks may fire while something is stuck, before that counts as a deadlock. livelock: steps
-    without the clock moving that count as a livelock.
+    in which neither the clock moves nor a device or rendezvous gets anywhere that count as a livelock.
     `steps` counts all steps so far, `now_ns` is the virtual time in nanoseconds, `progress` grows whenever a device or
     a rendezvous gets anywhere, `stuck` tells whether one of them has unfinished business.
     """
@@ -131,7 +131,7 @@ class Scheduler:
         hooks = sys.get_asyncgen_hooks()
         self.running, self._stopping = True, False
         enabled, choose = self._enabled, self.choose
-        since, moved = self.steps, self.now_ns
+        since, moved, got = self.steps, self.now_ns, self.progress
         try:
             while not self._stopping:
                 if enabled:
@@ -146,7 +146,9 @@ class Scheduler:
                     if self.failures:
                         raise self.failures.pop(0)
                     if self.steps - since > self._livelock:
-                        raise Livelock(self.waits(), self.now_ns, self.steps - since)
+                        if self.progress == got:
+                            raise Livelock(self.waits(), self.now_ns, self.steps - since)
+                        since, got = self.steps, self.progress
                 elif self._advance():
                     if self.now_ns != moved:
                         since, moved = self.steps, self.now_ns

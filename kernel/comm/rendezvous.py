@@ -51,6 +51,7 @@ class SharedRendezvous:
         self._round = self._arrivals[rank]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._give_up_at: float | None = None
         self._doing = ""
 
@@ -101,7 +102,7 @@ class SharedRendezvous:
         return min(self._arrivals.tolist()) >= self._round
 
     def _soon(self) -> bool:
-        """Look for some 20 microseconds whether everybody arrives, which costs the loop less than going to sleep."""
+        """Look for some ten microseconds whether everybody arrives, which costs the loop less than going to sleep."""
         for _ in range(self._looks):
             time.sleep(0)
             if self._arrived():
@@ -115,11 +116,11 @@ class SharedRendezvous:
             loop.add_reader(self._arena.bell(self.rank), self._rung)
         self._give_up_at = None if self._deadline_s is None else loop.time() + self._deadline_s
         self._waiter = loop.create_future()
-        timer = loop.call_later(self._recheck_s, self._recheck)
+        self._timer = loop.call_later(self._recheck_s, self._recheck, loop)
         try:
             await self._waiter
         finally:
-            timer.cancel()
+            self._timer.cancel()
             self._waiter = None
 
     def _rung(self) -> None:
@@ -127,10 +128,9 @@ class SharedRendezvous:
             os.eventfd_read(self._arena.bell(self.rank))
         self._look()
 
-    def _recheck(self) -> None:
-        # A timer outlives its exchange by at most one call: it then finds another waiter, or none.
-        if self._loop is not None and self._waiter is not None and not self._look():
-            self._loop.call_later(self._recheck_s, self._recheck)
+    def _recheck(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._look():
+            self._timer = loop.call_later(self._recheck_s, self._recheck, loop)
 
     def _look(self) -> bool:
         """Whether the waiter, if any, is through."""

@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig:
-    """spans: the validated spans, increasing. pressure: waiting prefill tokens a decoding row at which P wins a step.
+    """spans: the validated spans, increasing. pressures: prefill tokens a decoding row from which the next span is taken.
 
-    Few decoding rows and much waiting prefill favour long segments (fewer rounds for P); many rows and little prefill
-    favour short ones (D waits less). Raises UsageError.
+    Few decoding rows and much prefill favour long segments (fewer rounds for P); many rows and little prefill favour
+    short ones (D waits less). The defaults were chosen in the simulated world. Raises UsageError.
     """
 
     spans: tuple[int, ...] = (1, 2, 3, 4)
-    pressure: float = 8.0
+    pressures: tuple[float, ...] = (8.0, 32.0, 128.0)
 
     def __post_init__(self) -> None:
         if not self.spans or list(self.spans) != sorted(set(self.spans)) or self.spans[0] < 1:
             raise UsageError(f"spans={self.spans}: give increasing spans of at least 1")
-        if not self.pressure > 0:
-            raise UsageError(f"pressure={self.pressure}: must be above 0")
+        if len(self.pressures) != len(self.spans) - 1 or list(self.pressures) != sorted(self.pressures):
+            raise UsageError(
+                f"pressures={self.pressures}: give {len(self.spans) - 1} increasing ones, one for each span but the first"
+            )
 
 
 class Adaptive(Fine):
@@ -42,12 +44,9 @@ class Adaptive(Fine):
         self.config = config or AdaptiveConfig()
 
     def span(self, now: Situation) -> int:
+        """The span for the prefill tokens, at hand and waiting, that stand against each decoding row."""
         chunks = now.memory.chunks if now.open else ()
         at_hand = sum(chunk.tokens for replica in chunks for chunk in replica)
         pressure = (at_hand + now.waiting) / max(1, now.rows)
         spans: tuple[int, ...] = self.config.spans
-        step = 0
-        threshold = self.config.pressure
-        while step + 1 < len(spans) and pressure >= threshold:
-            step, threshold = step + 1, threshold * 4
-        return spans[step]
+        return spans[sum(pressure >= each for each in self.config.pressures)]
