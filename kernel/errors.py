@@ -10,6 +10,7 @@
     │   └── BeyondPermit         a boundary past the permitted endpoint
     ├── Divergence               ranks computed different plans, orders or tokens (rank, round, field)
     ├── OrderViolation           a collective was enqueued out of key order
+    ├── PolicyError              a policy's own code raised (rank, round, file and line)
     ├── ModelError               model code awaited, skipped or reordered something it must not
     ├── LeaseExpired             a prefill result outlived the request that asked for it
     └── RankLost                 a peer ended, or the run was aborted, while we waited for it
@@ -73,6 +74,10 @@ class Divergence(TurnstileError):
 
 class OrderViolation(TurnstileError):
     """A collective was enqueued with a key that does not increase on its stream."""
+
+
+class PolicyError(TurnstileError):
+    """A policy's own code raised."""
 
 
 class ModelError(TurnstileError):

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kernel import views as control
 from kernel.driver import Driver
-from kernel.errors import Divergence, LeaseExpired, TurnstileError
+from kernel.errors import Divergence, LeaseExpired, PolicyError, TurnstileError
 from kernel.gate import RankGate
 from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UsePolicy
 from kernel.order import Order
@@ -31,7 +32,7 @@ from kernel.step import Step
 from kernel.turnstile import Turnstile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from kernel.cache import KVCache
     from kernel.journal import Journal
@@ -111,7 +112,8 @@ class Rank:
                 self._epoch.close()
 
     async def _round(self) -> None:
-        plan, memory = self.policy.plan(self._views, self._memory)
+        with self._policy_code("plan"):
+            plan, memory = self.policy.plan(self._views, self._memory)
         self._plan, self._memory = plan, memory
         self._digest = control.digest((plan, memory))
         self._ended = False
@@ -127,10 +129,28 @@ class Rank:
             self._journal.wait("inbox", leaves=True)
         else:
             gate = RankGate(plan, self, self._meet)
-            await self.policy.turn(gate)
+            with self._policy_code("turn"):
+                await self.policy.turn(gate)
             gate.close()
         if not self._ended:
             await self._exchange("end")
+
+    @contextmanager
+    def _policy_code(self, what: str) -> Iterator[None]:
+        """Whatever a policy raises ends the run with one line that names its file and line."""
+        try:
+            yield
+        except TurnstileError:
+            raise
+        except Exception as error:
+            trace, line = error.__traceback__, ""
+            while trace is not None:
+                line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+                trace = trace.tb_next
+            raise PolicyError(
+                f"policy {self.policy.name} failed in {what} at {line}: {type(error).__name__}: {error}"
+                f" (rank {self.rank}, round {self._memory.round})"
+            ) from error
 
     def _adopt(self, policy: Policy) -> None:
         self.policy = policy

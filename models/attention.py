@@ -143,7 +143,8 @@ def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch) -> Ten
     """Attention of the fed tokens over their rows' contexts, which the pool already holds.
 
     q: [n, Q, head_dim]. kv: [n, 2K, head_dim], the fed tokens' own keys and values. Returns [n, Q * head_dim].
-    Query heads of one KV head are attended as if they were successive queries, so that keys are never repeated.
+    In one piece, query heads of one KV head are attended as if they were successive queries: one token a row wastes
+    nothing by it, and keys are read once.
     """
     n, heads, dim = q.shape
     k = pool.kv_heads
@@ -155,15 +156,14 @@ def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch) -> Ten
         return F.scaled_dot_product_attention(grouped, keys, values, batch.mask).reshape(n, heads * dim)
     parts = []
     for span in batch.spans:
-        fed = span.stop - span.start
+        query = q[span.start : span.stop].transpose(0, 1).unsqueeze(0)
         if span.units is None:
-            keys, values = kv[span.start : span.stop].transpose(0, 1).unsqueeze(1).split_with_sizes((k, k))
+            own = kv[span.start : span.stop].transpose(0, 1).unsqueeze(0)
+            keys, values = own[:, :k], own[:, k:]
         else:
-            keys, values = (part.transpose(0, 1) for part in pool.read(layer, span.units, 1))
-        query = q[span.start : span.stop].view(fed, k, heads // k, dim).permute(1, 2, 0, 3)
-        shape = (k, heads // k, keys.shape[2], dim)
+            keys, values = pool.read(layer, span.units, 1)
         out = F.scaled_dot_product_attention(
-            query, keys.expand(shape), values.expand(shape), span.mask, is_causal=span.mask is None
+            query, keys, values, span.mask, is_causal=span.mask is None, enable_gqa=heads != k
         )
-        parts.append(out.permute(2, 0, 1, 3).reshape(fed, heads * dim))
-    return torch.cat(parts)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts).view(n, heads * dim)

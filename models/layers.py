@@ -29,7 +29,10 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., n], in x's type."""
-        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        if x.dtype is torch.float32:
+            length = torch.linalg.vector_norm(x, 2, -1, True)
+        else:
+            length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=self._scale).rsqrt_()
         scaled = (x * scale).mul_(self._weight)
         return scaled if scaled.dtype is x.dtype else scaled.to(x.dtype)

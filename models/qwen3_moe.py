@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernel.errors import UsageError
@@ -16,7 +15,7 @@ from kernel.request import Row, Sampled
 from models.attention import Batch, KVPool, attend
 from models.checkpoint import Checkpoint
 from models.config import Qwen3MoeConfig, read_config
-from models.experts import mixture, mlp, route
+from models.experts import Experts, route
 from models.layers import Norm, Rotary, embed, ints
 from models.qwen3_moe_weights import Weights, read_weights
 from models.sampling import sample
@@ -62,6 +61,8 @@ class Qwen3Moe:
             for layer in weights.layers
         )
         self._norm = Norm(weights.norm, eps)
+        held = (layer.experts for layer in weights.layers)
+        self._experts = tuple(Experts(part.up, part.down, part.first, config.experts) for part in held)
 
     async def forward(self, step: Step, rows: Sequence[Row]) -> list[Sampled | None]:
         """One forward; see `kernel.ports.Model`. All sites of the program run, also with no rows."""
@@ -75,7 +76,7 @@ class Qwen3Moe:
                 await step.boundary(index)
             full = step.gather(index, partial)
             residual = step.own(full)
-            hidden = residual + step.scatter(index, self._experts(index, full))
+            hidden = residual + step.scatter(index, self._mixture(index, full))
         return self._sample(step, rows, batch, hidden)
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -96,7 +97,8 @@ class Qwen3Moe:
         """This rank's heads' part of a layer's attention, the leader's with the residual: [n, hidden] twice."""
         weights, q, k = self.weights.layers[index].attention, self._q, self._k
         norm, norm_qk, _ = self._norms[index]
-        qkv = F.linear(norm(hidden), weights.qkv, weights.qkv_bias)
+        x = norm(hidden)
+        qkv = torch.mm(x, weights.qkv) if weights.qkv_bias is None else torch.addmm(weights.qkv_bias, x, weights.qkv)
         heads = qkv.view(batch.tokens, q + 2 * k, self.config.head_dim)
         turning, kv = heads[:, : q + k], heads[:, q:]
         self._rotary.turn(norm_qk(turning), angles, out=turning)
@@ -107,14 +109,13 @@ class Qwen3Moe:
         out = torch.addmm(hidden, attended, weights.out)
         return out if weights.out_bias is None else out.add_(weights.out_bias)
 
-    def _experts(self, index: int, full: Tensor) -> Tensor:
+    def _mixture(self, index: int, full: Tensor) -> Tensor:
         """This rank's experts' and columns' part: [full, hidden] -> [full, hidden]."""
-        config, experts = self.config, self.weights.layers[index].experts
+        experts, router = self._experts[index], self.weights.layers[index].experts.router
         x = self._norms[index][2](full)
-        if experts.router is None:
-            return mlp(x, experts.up[0], experts.down[0])
-        share, chosen = route(x, experts.router, config.experts_per_token, config.norm_topk_prob)
-        return mixture(x, share, chosen, experts.first, experts.up, experts.down, config.experts)
+        if router is None:
+            return experts.plain(x)
+        return experts(x, *route(x, router, self.config.experts_per_token, self.config.norm_topk_prob))
 
     def _sample(self, step: Step, rows: Sequence[Row], batch: Batch, hidden: Tensor) -> list[Sampled | None]:
         """Draw from the last fed token of each row that asks, keep the draws in the slots and return them."""
@@ -122,7 +123,7 @@ class Qwen3Moe:
         if len(drawing) != hidden.shape[0]:
             last = [batch.first[number] + rows[number].fed - 1 for number in drawing]
             hidden = hidden.index_select(0, ints(last, self._device))
-        logits = step.head(F.linear(self._norm(hidden), self.weights.head))[:, : self.config.vocab_size]
+        logits = step.head(torch.mm(self._norm(hidden), self.weights.head))[:, : self.config.vocab_size]
         if not drawing:
             return [None] * len(rows)
         chosen = rows if len(drawing) == len(rows) else [rows[number] for number in drawing]

@@ -25,10 +25,10 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class AttentionWeights:
     """One layer's attention shard: Q query and K KV heads of D numbers.
 
-    qkv: [(Q + 2K) * D, hidden], rows of q, k, v. qkv_bias: [(Q + 2K) * D] or None. norm: [Q + K, D], q_norm for each
+    qkv: [hidden, (Q + 2K) * D], columns of q, k, v. qkv_bias: [(Q + 2K) * D] or None. norm: [Q + K, D], q_norm for each
     query head, then k_norm for each KV head. out: [Q * D, hidden], o_proj transposed. out_bias: [hidden], None except
     on the leader.
     """
@@ -41,10 +41,10 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertWeights:
     """One layer's expert shard: E experts of I columns. A plain MLP is one expert without a router.
 
-    router: [all experts, hidden] or None. first: index of this rank's first expert. up: [E, 2I, hidden], gate rows then
+    router: [hidden, all experts] or None. first: index of this rank's first expert. up: [E, 2I, hidden], gate rows then
     up rows. down: [E, I, hidden], down_proj transposed.
     """
 
@@ -55,21 +55,24 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerWeights:
     """One decoder layer. norm_in, norm_post: [hidden]."""
 
     norm_in: Tensor
-    attention: Attention
+    attention: AttentionWeights
     norm_post: Tensor
-    experts: Experts
+    experts: ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One rank's weights. embed, head: [vocab rows, hidden] (the same tensor when tied); norm: [hidden]."""
+    """One rank's weights: what a matrix product multiplies with is a [in, out] view of [out, in] memory.
+
+    embed: [vocab rows, hidden]. norm: [hidden]. head: [hidden, vocab rows], the embedding's memory when tied.
+    """
 
     embed: Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
 
@@ -82,7 +85,7 @@ class Weights:
             yield from (layer.norm_in, a.qkv, a.norm, a.out, layer.norm_post, e.up, e.down)
             yield from (tensor for tensor in optional if tensor is not None)
         yield self.norm
-        if self.head is not self.embed:
+        if self.head.data_ptr() != self.embed.data_ptr():
             yield self.head
 
 
@@ -158,20 +161,20 @@ class _Reader:
             embed=embed,
             layers=tuple(self._layer(index) for index in range(self._config.layers)),
             norm=self._whole("model.norm.weight"),
-            head=embed if self._config.tie_word_embeddings else self._vocabulary("lm_head.weight"),
+            head=(embed if self._config.tie_word_embeddings else self._vocabulary("lm_head.weight")).t(),
         )
 
-    def _layer(self, index: int) -> Layer:
+    def _layer(self, index: int) -> LayerWeights:
         base = f"model.layers.{index}"
         dense = index in self._config.dense_layers
-        return Layer(
+        return LayerWeights(
             norm_in=self._whole(f"{base}.input_layernorm.weight"),
             attention=self._attention(f"{base}.self_attn"),
             norm_post=self._whole(f"{base}.post_attention_layernorm.weight"),
             experts=self._plain(f"{base}.mlp") if dense else self._sparse(f"{base}.mlp"),
         )
 
-    def _attention(self, base: str) -> Attention:
+    def _attention(self, base: str) -> AttentionWeights:
         config, part = self._config, self._part
         d, h, q, k = config.head_dim, config.hidden_size, len(part.heads), len(part.kv_heads)
         qkv, norm, out = self._empty((q + 2 * k) * d, h), self._empty(q + k, d), self._empty(q * d, h)
@@ -187,9 +190,9 @@ class _Reader:
         norm[q:] = self._whole(f"{base}.k_norm.weight")
         self._read(f"{base}.o_proj.weight", (ALL, slice(part.heads.start * d, part.heads.stop * d)), out.t())
         out_bias = self._whole(f"{base}.o_proj.bias") if config.attention_bias and part.leader else None
-        return Attention(qkv, bias, norm, out, out_bias)
+        return AttentionWeights(qkv.t(), bias, norm, out, out_bias)
 
-    def _sparse(self, base: str) -> Experts:
+    def _sparse(self, base: str) -> ExpertWeights:
         part, h = self._part, self._config.hidden_size
         i, wanted = len(part.columns), part.experts
         up, down = self._empty(len(wanted), 2 * i, h), self._empty(len(wanted), i, h)
@@ -203,13 +206,13 @@ class _Reader:
         else:
             for local, expert in enumerate(range(wanted.start, wanted.stop)):
                 self._columns(f"{base}.experts.{expert}", part.columns, up[local], down[local])
-        return Experts(self._whole(f"{base}.gate.weight"), wanted.start, up, down)
+        return ExpertWeights(self._whole(f"{base}.gate.weight").t(), wanted.start, up, down)
 
-    def _plain(self, base: str) -> Experts:
+    def _plain(self, base: str) -> ExpertWeights:
         i, h = len(self._part.dense), self._config.hidden_size
         up, down = self._empty(1, 2 * i, h), self._empty(1, i, h)
         self._columns(base, self._part.dense, up[0], down[0])
-        return Experts(None, 0, up, down)
+        return ExpertWeights(None, 0, up, down)
 
     def _columns(self, base: str, columns: Span, up: Tensor, down: Tensor) -> None:
         i = len(columns)

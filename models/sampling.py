@@ -8,43 +8,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from kernel.request import SamplingParams
 
 _BITS: Final = (1 << 64) - 1
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX: Final = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(31), np.uint64(1)),
+)
 
 
-def _signed(value: int) -> int:
-    """The 64 low bits of `value` as torch's int64 holds them."""
-    value &= _BITS
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN: Final = _signed(0x9E3779B97F4A7C15)
-_MIX: Final = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser (Steele, Lea, Flood 2014) on int64, whose arithmetic wraps; shifts are made logical."""
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014); uint64 arithmetic wraps."""
     for shift, factor in _MIX:
-        x = (x ^ ((x >> shift) & (_BITS >> shift))) * factor
+        x = (x ^ (x >> shift)) * factor
     return x
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
     """One number in [0, 1) for each (seed, position): [n] float64, multiples of 2**-53. Seeds count modulo 2**64.
 
-    It is output `position + 1` of a splitmix64 generator that starts from the mixed seed.
+    It is output `position + 1` of a splitmix64 generator that starts from the mixed seed. Computed on the host, from
+    what the host knows, so that a captured decode takes it as an input.
     """
-    keys = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
-    counters = torch.tensor(positions, dtype=torch.int64, device=device)
-    bits = _mix(_mix(keys + _GOLDEN) + (counters + 1) * _GOLDEN)
-    return ((bits >> 11) & (_BITS >> 11)).to(torch.float64) * 2.0**-53
+    keys = np.array([seed & _BITS for seed in seeds], dtype=np.uint64)
+    counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    bits = _mix(_mix(keys + _GOLDEN) + counters * _GOLDEN) >> np.uint64(11)
+    return torch.from_numpy(bits * 2.0**-53)
 
 
 def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -56,7 +56,7 @@ def distribution(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     logits = logits.float()
     device = logits.device
-    if any(p.temperature != 1 for p in params):
+    if any(p.temperature not in (0, 1) for p in params):
         # A temperature below float32's range is the greedy limit; the largest logit becomes 0, so nothing overflows.
         heat = torch.tensor([max(p.temperature, 1e-30) if p.temperature else 1.0 for p in params], device=device)
         logits = (logits - logits.amax(-1, keepdim=True)) / heat.unsqueeze(-1)
@@ -86,16 +86,17 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     positions: of the drawn tokens. Greedy where the temperature is 0: the lowest id of the largest logit, with its
     log-probability at temperature 1. Otherwise the inverse of the cumulative distribution, in order of token ids.
     """
-    if all(p.temperature == 0 for p in params):
-        best, token = logits.float().log_softmax(-1).max(-1)
-        return token, best
+    # Of the logits themselves: log_softmax rounds neighbours together.
+    token = logits.argmax(-1, keepdim=True)
     logp = distribution(logits, params)
+    if not any(p.temperature for p in params):
+        return token.squeeze(-1), logp.gather(1, token).squeeze(-1)
     cumulative = logp.to(torch.float64).exp_().cumsum_(-1)
     total = cumulative[:, -1:]
-    share = uniform([p.seed for p in params], positions, logits.device).unsqueeze(-1)
+    share = uniform([p.seed for p in params], positions).to(logits.device).unsqueeze(-1)
     # The first sum above a target below the total belongs to a token of positive probability.
     target = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, target, right=True)
     greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device).unsqueeze(-1)
-    token = torch.where(greedy, logp.argmax(-1, keepdim=True), drawn)
+    token = torch.where(greedy, token, drawn)
     return token.squeeze(-1), logp.gather(1, token).squeeze(-1)

@@ -33,17 +33,23 @@ class Child:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        self._waiter: asyncio.Task[int] | None = None
 
     async def wait(self) -> int:
         """Wait for its end; the exit code (1 when the nursery ended first and nobody can tell)."""
-        if self.returncode is None:
-            loop = asyncio.get_running_loop()
-            data = b""
-            with suppress(OSError):
-                while len(data) < 4 and (more := await loop.sock_recv(self._status, 4)):
-                    data += more
-            self._status.close()
-            self.returncode = struct.unpack("<i", data)[0] if len(data) == 4 else 1
+        if self._waiter is None:
+            self._waiter = asyncio.create_task(self._wait(), name=f"exit of {self.pid}")
+        # Several may wait, and one that gives up must not take the answer along.
+        return await asyncio.shield(self._waiter)
+
+    async def _wait(self) -> int:
+        loop = asyncio.get_running_loop()
+        data = b""
+        with suppress(OSError):
+            while len(data) < 4 and (more := await loop.sock_recv(self._status, 4)):
+                data += more
+        self._status.close()
+        self.returncode = struct.unpack("<i", data)[0] if len(data) == 4 else 1
         return self.returncode
 
     def kill(self) -> None:

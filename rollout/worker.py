@@ -7,6 +7,7 @@ on uvloop until told to stop. When the socket closes, the launcher is gone and t
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import sys
 import time
@@ -132,6 +133,8 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         slots=limits.rows,
         dtype=config["dtype"],
     )
+    # Weights and modules stay for good; without this every collection would walk through them.
+    gc.freeze()
     programs = [Program(world, phase, model.layers) for phase in Phase]
 
     def open_record(directory: str, policy: str) -> Recorder | NullRecorder:

@@ -8,13 +8,27 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rollout.nursery import Nursery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 settings.register_profile("ci", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("deep", settings.get_profile("ci"), max_examples=500)
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where ranks are forked: torch is imported once for the whole session."""
+    with Nursery() as shared:
+        yield shared
+
 
 if importlib.util.find_spec("pytest_asyncio") is None:
     # `make test-gpu` runs in an interpreter that it may not add packages to.

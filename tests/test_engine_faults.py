@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kernel.errors import Divergence, OrderViolation, ProtocolError, RankLost, TurnstileError, UsageError
+from kernel.errors import Divergence, OrderViolation, PolicyError, ProtocolError, RankLost, TurnstileError, UsageError
 from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
@@ -15,6 +15,8 @@ from rollout.engine import Engine
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rollout.nursery import Nursery
 
 WORLD = World(2, 1, 1)
 
@@ -93,15 +95,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("EarlyRelease", OrderViolation, r"rank \d round \d+ field order: D collective AR\[TP\]"),
         ("NoLaunch", ProtocolError, r"without launching the planned D iteration, round \d+ \(rank \d"),
         ("Twice", ProtocolError, r"a second D launch in one round, round \d+ \(rank \d"),
-        ("Broken", TurnstileError, "ZeroDivisionError"),
+        ("Broken", PolicyError, r"policy broken failed in turn at \S+policies\.py:\d+: ZeroDivisionError: in my turn"),
         ("Dies", RankLost, r"rank \d was killed by signal 9"),
     ],
 )
 async def test_a_policy_that_breaks_the_rules_stops_the_run(
-    policy: str, error: type[TurnstileError], text: str, checkpoint: Path
+    policy: str, error: type[TurnstileError], text: str, checkpoint: Path, nursery: Nursery
 ) -> None:
     async def run() -> None:
-        async with Engine(checkpoint, WORLD, policy=f"{checkpoint / 'policies.py'}:{policy}") as engine:
+        async with Engine(
+            checkpoint, WORLD, policy=f"{checkpoint / 'policies.py'}:{policy}", nursery=nursery
+        ) as engine:
             first, second = engine.session(), engine.session()
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             async for _ in first.generate([3, 4, 5], params):
@@ -112,8 +116,10 @@ async def test_a_policy_that_breaks_the_rules_stops_the_run(
     assert "\n" not in str(caught.value)
 
 
-async def test_requests_that_cannot_be_served_are_refused_and_the_rest_goes_on(checkpoint: Path) -> None:
-    async with Engine(checkpoint, World(1), kv_tokens=64) as engine:
+async def test_requests_that_cannot_be_served_are_refused_and_the_rest_goes_on(
+    checkpoint: Path, nursery: Nursery
+) -> None:
+    async with Engine(checkpoint, World(1), kv_tokens=64, nursery=nursery) as engine:
         session = engine.session()
         for prompt, params, text in (
             ([], SamplingParams(), "empty prompt"),
@@ -155,8 +161,8 @@ def test_a_policy_file_that_fails_is_named_with_its_line(checkpoint: Path, tmp_p
             Engine(checkpoint, WORLD, policy=f"{tmp_path / 'bad.py'}:Policy")
 
 
-async def test_sessions_pause_flush_and_abort(checkpoint: Path) -> None:
-    async with Engine(checkpoint, WORLD, kv_tokens=1024) as engine:
+async def test_sessions_pause_flush_and_abort(checkpoint: Path, nursery: Nursery) -> None:
+    async with Engine(checkpoint, WORLD, kv_tokens=1024, nursery=nursery) as engine:
         session = engine.session()
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         turn = session.generate([3, 4, 5, 6], params)
@@ -182,9 +188,9 @@ async def test_sessions_pause_flush_and_abort(checkpoint: Path) -> None:
         await session.close()
 
 
-async def test_sampling_is_reproducible_whatever_it_is_batched_with(checkpoint: Path) -> None:
+async def test_sampling_is_reproducible_whatever_it_is_batched_with(checkpoint: Path, nursery: Nursery) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=50, seed=11, ignore_eos=True)
-    async with Engine(checkpoint, World(2, 2, 2)) as engine:
+    async with Engine(checkpoint, World(2, 2, 2), nursery=nursery) as engine:
         alone = await engine.generate(list(range(3, 30)), params)
         crowd = [
             engine.generate([3 + n] * 20, SamplingParams(max_tokens=20, temperature=1.0, seed=n)) for n in range(6)

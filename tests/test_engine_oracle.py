@@ -14,6 +14,8 @@ from tests.engines import Oracle, trajectories
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rollout.nursery import Nursery
+
 WORLDS = [
     World(1),
     World(2, 2, 2),
@@ -43,9 +45,13 @@ def oracle(checkpoint: Path) -> Oracle:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-async def test_tokens_and_logprobs_are_those_of_transformers(world: World, checkpoint: Path, oracle: Oracle) -> None:
+async def test_tokens_and_logprobs_are_those_of_transformers(
+    world: World, checkpoint: Path, oracle: Oracle, nursery: Nursery
+) -> None:
     drawn = set()
-    async with Engine(checkpoint, world, policy=POLICIES[0], kv_tokens=4096, prefill_tokens=48, rows=8) as engine:
+    async with Engine(
+        checkpoint, world, policy=POLICIES[0], kv_tokens=4096, prefill_tokens=48, rows=8, nursery=nursery
+    ) as engine:
         for number, policy in enumerate(POLICIES):
             await engine.use_policy(policy)
             for trajectory in await trajectories(engine, count=5, turns=3, seed=number):
@@ -59,17 +65,21 @@ async def test_tokens_and_logprobs_are_those_of_transformers(world: World, check
     assert len(drawn) >= 20, "outputs that repeat one token prove little"
 
 
-async def test_reuse_and_chunking_change_nothing(checkpoint: Path) -> None:
+async def test_reuse_and_chunking_change_nothing(checkpoint: Path, nursery: Nursery) -> None:
     found = []
     for prefill_tokens, reuse in ((512, True), (512, False), (7, True), (1, False)):
-        async with Engine(checkpoint, World(2, 2, 2), prefill_tokens=prefill_tokens, rows=8) as engine:
+        async with Engine(checkpoint, World(2, 2, 2), prefill_tokens=prefill_tokens, rows=8, nursery=nursery) as engine:
             done = await trajectories(engine, count=3, turns=3, seed=1, reuse=reuse)
             found.append([[turn.done.tokens for turn in each] for each in done])
             assert any(turn.done.cached_tokens for each in done for turn in each) is reuse
     assert all(each == found[0] for each in found)
 
 
-async def test_a_pool_of_little_more_than_the_largest_trajectory(checkpoint: Path, oracle: Oracle) -> None:
-    async with Engine(checkpoint, World(2, 2, 2), kv_tokens=208, prefill_tokens=32, block_size=8, rows=8) as engine:
+async def test_a_pool_of_little_more_than_the_largest_trajectory(
+    checkpoint: Path, oracle: Oracle, nursery: Nursery
+) -> None:
+    async with Engine(
+        checkpoint, World(2, 2, 2), kv_tokens=208, prefill_tokens=32, block_size=8, rows=8, nursery=nursery
+    ) as engine:
         for trajectory in await trajectories(engine, count=8, turns=3, seed=5):
             oracle.check(trajectory)

@@ -15,6 +15,8 @@ from rollout.engine import Engine
 from tests.engines import trajectories
 
 if TYPE_CHECKING:
+    from rollout.nursery import Nursery
+
     pass
 
 POLICIES = ["normal", "global_complete", "global_enqueue", "fine", "fine:span=2", "adaptive"]
@@ -66,7 +68,7 @@ def together(recording: Recording) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Recording]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> dict[str, dict[int, Recording]]:
     """One run under each policy, on ranks that stay up: a crowd of trajectories, then one with a replica idle."""
     import asyncio
 
@@ -75,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Record
 
     async def run() -> dict[str, dict[int, Recording]]:
         found = {}
-        async with Engine(base / "model", WORLD, kv_tokens=8192, prefill_tokens=64, rows=16) as engine:
+        async with Engine(base / "model", WORLD, kv_tokens=8192, prefill_tokens=64, rows=16, nursery=nursery) as engine:
             for number, policy in enumerate(POLICIES):
                 out = base / f"run{number}"
                 await engine.use_policy(policy, record=out)

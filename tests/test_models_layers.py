@@ -91,17 +91,15 @@ def test_experts_of_all_shards_sum_to_the_mixture(
     x, router = noise(rows, hidden, seed=seed), noise(total, hidden, seed=seed + 1)
     up, down = noise(total, 2 * width, hidden, seed=seed + 2), noise(total, width, hidden, seed=seed + 3)
     expected = plain_mixture(x, router, up, down, k, normalise)
-    weights, chosen = experts.route(x, router, k, normalise)
+    weights, chosen = experts.route(x, router.t(), k, normalise)
     found = torch.zeros_like(x)
     for first in range(0, total, each):
         for start in range(0, width, columns):
             mine, some = slice(first, first + each), slice(start, start + columns)
             gate, value = up[mine, :width][:, some], up[mine, width:][:, some]
             local = (torch.cat((gate, value), 1).contiguous(), down[mine, some].contiguous())
-            if grouped:
-                found += experts._grouped(x, weights, chosen, first, *local)
-            else:
-                found += experts._dense(x, weights, chosen, first, *local, total)
+            held = experts.Experts(*local, first, total)
+            found += (held.grouped if grouped else held.dense)(x, weights, chosen)
     assert torch.allclose(found.double(), expected, atol=1e-3, rtol=1e-4)
 
 
@@ -115,26 +113,27 @@ def test_rows_of_other_ranks_experts_count_nothing(monkeypatch: pytest.MonkeyPat
         return out
 
     x, up, down = noise(9, 8), noise(3, 16, 8, seed=1), noise(3, 8, 8, seed=2)
-    weights, chosen = experts.route(x, noise(12, 8, seed=3), 4, True)
-    expected = experts._dense(x, weights, chosen, 6, up, down, 12)
+    weights, chosen = experts.route(x, noise(8, 12, seed=3), 4, True)
+    held = experts.Experts(up, down, 6, 12)
+    expected = held.dense(x, weights, chosen)
     monkeypatch.setattr(F, "grouped_mm", careless)
-    assert torch.allclose(experts._grouped(x, weights, chosen, 6, up, down), expected, atol=1e-4)
+    assert torch.allclose(held.grouped(x, weights, chosen), expected, atol=1e-4)
 
 
-def test_mixture_chooses_by_size_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_choose_by_size_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
-    for way in ("_dense", "_grouped"):
-        monkeypatch.setattr(experts, way, lambda *_, way=way: ways.append(way))
+    for way in ("dense", "grouped"):
+        monkeypatch.setattr(experts.Experts, way, lambda *_, way=way: ways.append(way))
     for rows, hidden, width in ((4, 64, 32), (4096, 64, 32), (4096, 66, 32), (4096, 64, 30)):
         x, chosen = torch.zeros(rows, hidden), torch.zeros(rows, 2, dtype=torch.int64)
-        experts.mixture(x, x, chosen, 0, torch.zeros(8, 2 * width, hidden), torch.zeros(8, width, hidden), 8)
-    assert ways == ["_dense", "_grouped", "_dense", "_dense"]
+        experts.Experts(torch.zeros(8, 2 * width, hidden), torch.zeros(8, width, hidden), 0, 8)(x, x, chosen)
+    assert ways == ["dense", "grouped", "dense", "dense"]
 
 
 def test_mlp_is_a_gated_mlp() -> None:
     x, up, down = noise(3, 8), noise(12, 8, seed=1), noise(6, 8, seed=2)
     expected = (F.silu(x @ up[:6].t()) * (x @ up[6:].t())) @ down
-    assert torch.allclose(experts.mlp(x, up, down), expected, atol=1e-5)
+    assert torch.allclose(experts.Experts(up[None], down[None]).plain(x), expected, atol=1e-5)
 
 
 CONTEXTS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 7)), min_size=1, max_size=4)

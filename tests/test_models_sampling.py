@@ -158,6 +158,17 @@ def test_a_token_of_no_probability_is_never_drawn_at_the_edges(monkeypatch: pyte
         assert sample(logits, [SamplingParams(temperature=1.0)], [0])[0].item() == expected
 
 
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_greedy_is_the_largest_logit_and_the_lowest_id_of_equal_ones(others: float) -> None:
+    near = torch.full((2, 4000), 0.9)
+    near[0, 100], near[0, 200] = 1.0, torch.tensor(1.0).nextafter(torch.tensor(2.0))
+    near[1, 300] = near[1, 400] = 1.0
+    assert near[0].log_softmax(-1)[100] == near[0].log_softmax(-1)[200], "a case where rounding hides the difference"
+    params = [SamplingParams(), SamplingParams(), SamplingParams(temperature=others)]
+    tokens, _ = sample(torch.cat((near, near[:1])), params, [1, 1, 1])
+    assert tokens[:2].tolist() == [200, 300]
+
+
 def test_half_precision_logits_are_drawn_in_float32() -> None:
     logits = logits_of(5, 4, 100).bfloat16()
     params = [SamplingParams(temperature=t, seed=3) for t in (0.0, 0.5, 1.0, 2.0)]

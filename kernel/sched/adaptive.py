@@ -1,28 +1,28 @@
-"""`adaptive`: `fine` with a span chosen each round from validated spans (paper sections 6 and 7, segment policy)."""
+"""`adaptive`: `fine` with a span chosen for each epoch from validated spans (paper sections 6 and 7, segment policy)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernel.errors import UsageError
 from kernel.sched.fine import Fine
 
 if TYPE_CHECKING:
     from kernel.sched.planner import Situation
-    from kernel.sched.policy import Limits
+    from kernel.sched.policy import Limits, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig:
-    """spans: the validated spans, increasing. pressures: prefill tokens a decoding row from which the next span is taken.
+    """spans: the validated spans, increasing. pressures: waiting tokens a decoding row from which the next is taken.
 
     Few decoding rows and much prefill favour long segments (fewer rounds for P); many rows and little prefill favour
     short ones (D waits less). The defaults were chosen in the simulated world. Raises UsageError.
     """
 
     spans: tuple[int, ...] = (1, 2, 3, 4)
-    pressures: tuple[float, ...] = (8.0, 32.0, 128.0)
+    pressures: tuple[float, ...] = (1.0, 4.0, 8.0)
 
     def __post_init__(self) -> None:
         if not self.spans or list(self.spans) != sorted(set(self.spans)) or self.spans[0] < 1:
@@ -44,9 +44,18 @@ class Adaptive(Fine):
         self.config = config or AdaptiveConfig()
 
     def span(self, now: Situation) -> int:
-        """The span for the prefill tokens, at hand and waiting, that stand against each decoding row."""
-        chunks = now.memory.chunks if now.open else ()
-        at_hand = sum(chunk.tokens for replica in chunks for chunk in replica)
-        pressure = (at_hand + now.waiting) / max(1, now.rows)
+        """One span an epoch, chosen when it starts by the waiting prefill tokens that stand against a decoding row."""
         spans: tuple[int, ...] = self.config.spans
-        return spans[sum(pressure >= each for each in self.config.pressures)]
+        if now.open and now.memory.extra:
+            return spans[now.memory.extra[0]]
+        return spans[self._step(now)]
+
+    def remember(self, now: Situation, plan: Plan) -> tuple[Any, ...]:
+        """Which of the spans the open epoch has."""
+        if not now.p_active:
+            return ()
+        return now.memory.extra if now.open and now.memory.extra else (self._step(now),)
+
+    def _step(self, now: Situation) -> int:
+        pressure = now.waiting / max(1, now.rows)
+        return sum(pressure >= each for each in self.config.pressures)
