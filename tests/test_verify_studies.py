@@ -75,7 +75,7 @@ def test_skew_of_up_to_20_ms_does_not_stop_the_turnstile() -> None:
                 await super().turn(gate)
                 cycles[0] += met  # noqa: B023
 
-        trajectories = load(80, 8, new=60, out=12, wait_ms=2)
+        trajectories = load(110, 8, new=60, out=12, wait_ms=2)
         outcome = simulate(
             WORLD, "", trajectories, Engine(layers=10, audit=False), log=False,
             skew=uniform_skew(20_000_000, seed),

@@ -47,7 +47,7 @@ class Adaptive(Fine):
         """One span an epoch, chosen when it starts by the waiting prefill tokens that stand against a decoding row."""
         spans: tuple[int, ...] = self.config.spans
         if now.open and now.memory.extra:
-            return spans[now.memory.extra[0]]
+            return spans[int(now.memory.extra[0])]
         return spans[self._step(now)]
 
     def remember(self, now: Situation, plan: Plan) -> tuple[Any, ...]:
