@@ -31,10 +31,12 @@ def main() -> None:
             tables.append(json.loads(ended.stdout)["policies"])
     keys = ("makespan_s", "request_throughput", "mean_decode_wait_ms", "mean_rendezvous_ms", "pd_overlap_ratio")
     policies = {
-        rows[0]["policy"]: {key: {"median": statistics.median(row[key] for row in rows), "all": [row[key] for row in rows]}
-                            for key in keys}
+        rows[0]["policy"]: {
+            key: {"median": statistics.median(row[key] for row in rows), "all": [row[key] for row in rows]}
+            for key in keys
+        }
         for rows in zip(*tables, strict=True)
-    }  # fmt: skip
+    }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     found = {
         "what": "turnstile compare --demo, whole process: four ranks, five policies, the committed slice",

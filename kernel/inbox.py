@@ -62,11 +62,21 @@ class UsePolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Load a checkpoint of the same shape in place, as soon as nothing is in flight on any rank (see Pause).
+
+    KV kept for idle sessions is dropped; turns that are paused keep theirs and go on under the new weights.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Abort everything and end the ranks once nothing is in flight."""
 
 
-Entry = Submit | Abort | EndSession | Flush | Pause | Resume | UsePolicy | Stop
+Entry = Submit | Abort | EndSession | Flush | Pause | Resume | UsePolicy | UpdateWeights | Stop
 
 
 class Inbox:

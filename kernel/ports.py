@@ -152,3 +152,9 @@ class Model(Protocol):
         It awaits only `step.boundary(i)` for i = 0 .. layers-1 and `step.ready(handle)`. Writes the fed tokens' KV
         into the rows' blocks, leaves each drawn token in the row's slot, and returns what it drew, row by row.
         """
+
+    def reload(self, path: str) -> None:
+        """Take the weights of another checkpoint of the same shape, in place. Only while nothing is in flight.
+
+        Raises UsageError, with the old weights kept, where it does not fit.
+        """

@@ -21,7 +21,7 @@ from kernel import views as control
 from kernel.driver import Driver
 from kernel.errors import Divergence, LeaseExpired, PolicyError, TurnstileError
 from kernel.gate import RankGate
-from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UsePolicy
+from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.order import Order
 from kernel.phase import PhaseState, own
 from kernel.prefill import Epoch
@@ -89,7 +89,7 @@ class Rank:
         self._digest = 0
         self._ended = False
         self._stopping = False
-        self._policies: deque[UsePolicy] = deque()
+        self._changes: deque[UsePolicy | UpdateWeights] = deque()
         self._tasks: asyncio.TaskGroup | None = None
         self._moved = asyncio.Event()
 
@@ -121,8 +121,8 @@ class Rank:
         self._apply(plan)
         if plan.idle and self._stopping:
             return
-        if plan.idle and self._policies:
-            self._change_policy(self._policies.popleft())
+        if plan.idle and self._changes:
+            self._change(self._changes.popleft())
         elif plan.idle:
             self._journal.wait("inbox", leaves=False)
             await self.ports.inbox.beyond(plan.inbox)
@@ -157,12 +157,18 @@ class Rank:
         world = self.world.under(getattr(policy, "route", None))
         self._p = own(self.ports.device, world, self.ports.model.layers, Phase.P)
 
-    def _change_policy(self, entry: UsePolicy) -> None:
+    def _change(self, entry: UsePolicy | UpdateWeights) -> None:
         """Nothing is in flight on any rank (the plan is idle), so this is the same round everywhere."""
-        self._adopt(self.ports.use_policy(entry))
-        self._memory = Memory(self._memory.round, self._memory.inbox, self._memory.epoch)
+        if isinstance(entry, UpdateWeights):
+            self.ports.model.reload(entry.path)
+            self.ports.cache.flush()
+            what = "weights"
+        else:
+            self._adopt(self.ports.use_policy(entry))
+            self._memory = Memory(self._memory.round, self._memory.inbox, self._memory.epoch)
+            what = "policy"
         if self.rank == 0:
-            self.ports.emit(Output(-1, finish="policy"))
+            self.ports.emit(Output(-1, finish=what))
 
     # -- plan ---------------------------------------------------------------------------------------------------
 
@@ -360,8 +366,8 @@ class Rank:
                 replica.paused = True
             case Resume():
                 replica.paused = False
-            case UsePolicy():
-                self._policies.append(entry)
+            case UsePolicy() | UpdateWeights():
+                self._changes.append(entry)
             case Stop():
                 self._stopping = True
                 replica.paused = False

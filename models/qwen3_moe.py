@@ -47,7 +47,8 @@ class Qwen3Moe:
         slots: int,
     ) -> None:
         part = shard(config, world, rank)
-        self.config, self.layers, self.weights = config, config.layers, weights
+        self.config, self.layers = config, config.layers
+        self._world, self._rank = world, rank
         dtype, device = weights.norm.dtype, str(weights.norm.device)
         self._dtype, self._device, self._leader = dtype, device, part.leader
         self._first_id, self._whole_vocabulary = part.vocab.start, len(part.vocab) == config.vocab_size
@@ -55,6 +56,18 @@ class Qwen3Moe:
         self.pool = KVPool(config.layers, blocks, self._k, block_size, config.head_dim, dtype, device)
         self.slots = torch.zeros(slots, dtype=torch.int64, device=device)
         self._rotary = Rotary(config.head_dim, config.rope_theta, device)
+        self._take(weights)
+
+    def reload(self, path: str) -> None:
+        """See `kernel.ports.Model`."""
+        if read_config(path) != self.config:
+            raise UsageError(f"{path}: its config differs from that of the weights in use")
+        with Checkpoint(path) as checkpoint:
+            new = read_weights(checkpoint, self.config, self._world, self._rank, self._dtype, self._device)
+        self._take(new)
+
+    def _take(self, weights: Weights) -> None:
+        config, self.weights = self.config, weights
         eps = config.rms_norm_eps
         self._norms = tuple(
             (Norm(layer.norm_in, eps), Norm(layer.attention.norm, eps), Norm(layer.norm_post, eps))

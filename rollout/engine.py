@@ -9,6 +9,7 @@ async with Engine("path/to/checkpoint", World(4, adp=2, ep=4), policy="fine") as
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import time
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import models
 from kernel.errors import RankLost, TurnstileError, UsageError
-from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UsePolicy
+from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.request import Request, SamplingParams
 from kernel.sched import registry
 from kernel.sched.policy import Limits
@@ -220,7 +221,8 @@ class Engine:
         self._requests = self._sessions = 0
         self._error: TurnstileError | None = None
         self._quiet = asyncio.Event()
-        self._policy_changed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._paused = False
         self._stopped = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
 
@@ -282,10 +284,12 @@ class Engine:
     async def pause(self) -> None:
         """Decode and admit nothing more; turns keep their KV."""
         self._send(Pause())
+        self._paused = True
 
     async def resume(self) -> None:
         """End a pause."""
         self._send(Resume())
+        self._paused = False
 
     async def use_policy(
         self, policy: str, config: dict[str, Any] | None = None, record: str | Path | None = None
@@ -300,10 +304,20 @@ class Engine:
             self._quiet.clear()
             self._check()
             await self._quiet.wait()
-        self._policy_changed.clear()
-        self._send(UsePolicy(new, str(record) if record else ""))
-        await self._policy_changed.wait()
-        self._check()
+        await self._change(UsePolicy(new, str(record) if record else ""))
+
+    async def update_weights(self, path: str | Path) -> None:
+        """Load a checkpoint of the same shape in place. Turns in flight pause meanwhile and go on under its weights.
+
+        KV kept between turns is dropped. Raises UsageError for a checkpoint of another shape.
+        """
+        if models.read_config(path) != self.config:
+            raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
+        paused = self._paused
+        await self.pause()
+        await self._change(UpdateWeights(os.path.abspath(path)))
+        if not paused:
+            await self.resume()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -311,6 +325,13 @@ class Engine:
         if here.rank:
             raise UsageError(f"torchrun's rank {here.rank} is no launcher: run the command with `-m turnstile`")
         return HostsLauncher(self.world, self._settings, here)
+
+    async def _change(self, entry: UsePolicy | UpdateWeights) -> None:
+        """Send an entry that takes effect once nothing is in flight, and wait until it has."""
+        self._changed.clear()
+        self._send(entry)
+        await self._changed.wait()
+        self._check()
 
     def _submit(self, session: Session, prompt: tuple[int, ...], params: SamplingParams) -> Generation:
         self._check()
@@ -370,8 +391,8 @@ class Engine:
                 self._failed(failure(rank, message))
 
     def _deliver(self, request: int, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:
-        if finish == "policy":
-            self._policy_changed.set()
+        if request < 0:
+            self._changed.set()
             return
         turn = self._turns.get(request)
         if turn is None:
@@ -389,7 +410,7 @@ class Engine:
         for turn in self._turns.values():
             turn._fail(self._error)
         self._quiet.set()
-        self._policy_changed.set()
+        self._changed.set()
         self._stopped.set()
 
     def _check(self) -> None:

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from typing import Any
 
 from kernel.errors import TurnstileError
-from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UsePolicy
+from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.request import Request, SamplingParams
 
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 28
 
 _KINDS: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Abort, EndSession, Flush, Pause, Resume, Stop, UsePolicy)
+    cls.__name__: cls for cls in (Abort, EndSession, Flush, Pause, Resume, Stop, UpdateWeights, UsePolicy)
 }  # fmt: skip
 
 

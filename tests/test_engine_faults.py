@@ -201,3 +201,29 @@ async def test_sampling_is_reproducible_whatever_it_is_batched_with(checkpoint: 
         assert among.tokens == alone.tokens
         other = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=50, seed=12, ignore_eos=True)
         assert (await engine.generate(list(range(3, 30)), other)).tokens != alone.tokens
+
+
+async def test_weights_are_updated_in_place_while_turns_are_in_flight(
+    checkpoint: Path, tmp_path: Path, nursery: Nursery
+) -> None:
+    write_checkpoint(tmp_path / "new", seed=5)
+    prompt, params = list(range(3, 30)), SamplingParams(max_tokens=60, ignore_eos=True)
+    async with Engine(tmp_path / "new", WORLD, nursery=nursery) as engine:
+        new = await engine.generate(prompt, params)
+    async with Engine(checkpoint, WORLD, nursery=nursery) as engine:
+        old = await engine.generate(prompt, params)
+        session = engine.session()
+        turn = session.generate(prompt, params)
+        count = 0
+        async for _ in turn:
+            count += 1
+            if count == 10:
+                await engine.update_weights(tmp_path / "new")
+        done = await turn
+        assert done.tokens[:10] == old.tokens[:10]
+        assert len(done.tokens) == 60
+        assert done.tokens != old.tokens
+        assert (await engine.generate(prompt, params)).tokens == new.tokens
+        write_checkpoint(tmp_path / "wide", hidden=128)
+        with pytest.raises(UsageError, match="its config differs"):
+            await engine.update_weights(tmp_path / "wide")

@@ -53,7 +53,7 @@ def test_the_selector_picks_other_spans_at_other_loads_and_is_near_the_best() ->
                     spans.append(gate.plan.span)  # noqa: B023 (called within this turn of the loop)
                 await super().turn(gate)
 
-        found = simulate(WORLD, "", trajectories, engine, log=False, make_policy=lambda _, limits: Watched(limits))  # noqa: B023
+        found = simulate(WORLD, "", trajectories, engine, log=False, make_policy=lambda _, limits: Watched(limits))
         fixed = [
             simulate(WORLD, f"fine:span={span}", trajectories, engine, log=False).makespan_ns for span in (1, 2, 3, 4)
         ]
@@ -79,7 +79,7 @@ def test_skew_of_up_to_20_ms_does_not_stop_the_turnstile() -> None:
         outcome = simulate(
             WORLD, "", trajectories, Engine(layers=10, audit=False), log=False,
             skew=uniform_skew(20_000_000, seed),
-            make_policy=lambda _, limits: Counted(limits),  # noqa: B023
+            make_policy=lambda _, limits: Counted(limits),
         )  # fmt: skip
         assert all(turn.finish == "length" for turn in outcome.turns.values())
         assert cycles[0] >= WORLD.size * wanted, cycles

@@ -85,6 +85,9 @@ class SimModel:
         self._begun.add(forward)
         return forward
 
+    def reload(self, path: str) -> None:
+        """See the port. Its tokens depend on their context alone, whatever the weights."""
+
     def close(self) -> None:
         """Abandon forwards that a run which failed has left unfinished."""
         for forward in list(self._begun):

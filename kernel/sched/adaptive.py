@@ -1,4 +1,4 @@
-"""`adaptive`: `fine` with a span chosen for each epoch from validated spans (paper sections 6 and 7, segment policy)."""
+"""`adaptive`: `fine` with a span chosen for each epoch from validated ones (paper sections 6 and 7, segment policy)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdaptiveConfig:
             raise UsageError(f"spans={self.spans}: give increasing spans of at least 1")
         if len(self.pressures) != len(self.spans) - 1 or list(self.pressures) != sorted(self.pressures):
             raise UsageError(
-                f"pressures={self.pressures}: give {len(self.spans) - 1} increasing ones, one for each span but the first"
+                f"pressures={self.pressures}: give {len(self.spans) - 1} increasing ones, one a span but the first"
             )
 
 
