@@ -315,7 +315,7 @@ class Engine:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
         paused = self._paused
         await self.pause()
-        await self._change(UpdateWeights(os.path.abspath(path)))
+        await self._change(UpdateWeights(_absolute(path)))
         if not paused:
             await self.resume()
 
@@ -416,6 +416,10 @@ class Engine:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.abspath(path)
 
 
 def spec(policy: str, config: dict[str, Any] | None) -> str:

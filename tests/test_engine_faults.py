@@ -108,7 +108,8 @@ async def test_a_policy_that_breaks_the_rules_stops_the_run(
         ) as engine:
             first, second = engine.session(), engine.session()
             params = SamplingParams(max_tokens=30, ignore_eos=True)
-            async for _ in first.generate([3, 4, 5], params):
+            # Long enough to decode still when the other's prefill arrives, however slow this process is.
+            async for _ in first.generate([3, 4, 5], SamplingParams(max_tokens=3000, ignore_eos=True)):
                 await second.generate([6] * 40, params)
 
     with pytest.raises(error, match=text) as caught:

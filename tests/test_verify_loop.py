@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import hashlib
-import inspect
 import sys
-import threading
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verify.errors import Deadlock, Outside
+from verify.errors import Deadlock
 from verify.loop import RankLoop
 
 if TYPE_CHECKING:
@@ -96,9 +94,13 @@ leaf = st.one_of(
 )
 blocks = st.deferred(lambda: st.lists(node, min_size=1, max_size=4))
 node: st.SearchStrategy[Any] = st.deferred(
-    lambda: leaf
-    | st.tuples(st.sampled_from(["spawn", "group", "gather", "gather_errors", "shield", "first", "generator"]), blocks)
-    | st.tuples(st.sampled_from(["timeout", "wait_for"]), millis, blocks)
+    lambda: (
+        leaf
+        | st.tuples(
+            st.sampled_from(["spawn", "group", "gather", "gather_errors", "shield", "first", "generator"]), blocks
+        )
+        | st.tuples(st.sampled_from(["timeout", "wait_for"]), millis, blocks)
+    )
 )
 
 
@@ -443,74 +445,3 @@ def test_an_exception_handler_of_the_program_is_used() -> None:
     with asyncio.Runner(loop_factory=RankLoop) as runner:
         runner.run(main())
     assert seen == ["ZeroDivisionError"]
-
-
-# -- the outside ------------------------------------------------------------------------------------------------------
-
-
-def test_every_method_of_a_loop_is_there_or_refused() -> None:
-    """A method that a new Python adds is neither silently missing nor silently inherited."""
-    abstract = {name for name, _ in inspect.getmembers(asyncio.AbstractEventLoop, callable) if not name.startswith("_")}
-    missing = [name for name in sorted(abstract) if getattr(RankLoop, name) is getattr(asyncio.AbstractEventLoop, name)]
-    assert missing == []
-
-
-METHODS = vars(RankLoop).items()
-REFUSED = sorted(name for name, value in METHODS if getattr(value, "__qualname__", "").startswith("_outside"))
-
-
-def test_all_of_the_outside_is_refused() -> None:
-    assert len(REFUSED) == 31
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_outside_is_refused_with_the_call_site(name: str) -> None:
-    async def main() -> None:
-        getattr(asyncio.get_running_loop(), name)(None)
-
-    with (
-        asyncio.Runner(loop_factory=RankLoop) as runner,
-        pytest.raises(Outside, match=rf"rank 0 called {name} at tests/test_verify_loop.py:\d+: the simulated|a rank"),
-    ):
-        runner.run(main())
-
-
-@pytest.mark.parametrize(
-    "reach",
-    [
-        lambda: asyncio.to_thread(print),
-        lambda: asyncio.open_connection("localhost", 1),
-        lambda: asyncio.create_subprocess_exec("true"),
-        lambda: asyncio.start_server(print, "localhost", 1),
-    ],
-)
-def test_asyncio_helpers_are_refused_where_the_program_called_them(reach: Any) -> None:
-    async def main() -> None:
-        await reach()
-
-    with (
-        asyncio.Runner(loop_factory=RankLoop) as runner,
-        pytest.raises(Outside, match=r"at tests/test_verify_loop.py"),
-    ):
-        runner.run(main())
-
-
-def test_a_call_from_another_thread_is_refused() -> None:
-    raised: list[str] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-
-        def reach() -> None:
-            try:
-                loop.call_soon_threadsafe(print)
-            except Outside as error:
-                raised.append(str(error))
-
-        thread = threading.Thread(target=reach)
-        thread.start()
-        thread.join()
-
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        runner.run(main())
-    assert "there is one thread" in raised[0]
