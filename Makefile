@@ -7,7 +7,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help rollout test lint test-all test-deep test-gpu bench clean
+.PHONY: help rollout test lint test-all test-more test-deep test-gpu bench clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -37,8 +37,11 @@ lint: $(VENV)/ready
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
-test-all: $(VENV)/ready
-	$(RUN) -m pytest --hypothesis-profile=deep -m "not grid and not gpu" $(ARGS)
+test-all: test test-more
+
+# What `make test` leaves out, and its searches again with more examples.
+test-more: $(VENV)/ready
+	$(RUN) -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not grid and not gpu" $(ARGS)
 
 test-deep: $(VENV)/ready
 	$(RUN) -m pytest --hypothesis-profile=deep -m grid $(ARGS)

@@ -6,6 +6,7 @@ capture.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kernel.errors import ModelError
@@ -79,8 +80,9 @@ class Driver(Generic[R]):
         return self.advance(end)
 
     def close(self) -> None:
-        """Abandon the forward."""
-        self._forward.close()
+        """Abandon the forward. One that its stream's thread is running just now ends with that stream."""
+        with suppress(ValueError):  # "coroutine already executing"
+            self._forward.close()
 
     def _line(self) -> str:
         inner: Any = self._forward

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernel.errors import TurnstileError
     from kernel.request import Request
 
 
@@ -87,6 +88,12 @@ class Inbox:
         self._taken = 0
         self._pending: list[Entry] = []
         self._grown = asyncio.Event()
+        self._failed: TurnstileError | None = None
+
+    def fail(self, error: TurnstileError) -> None:
+        """No entry will come any more: whoever waits for one, or will, gets `error`. Call on the rank's loop."""
+        self._failed = error
+        self._grown.set()
 
     def put(self, *entries: Entry) -> None:
         """Append entries. Call on the rank's loop."""
@@ -102,7 +109,9 @@ class Inbox:
         return taken
 
     async def beyond(self, length: int) -> None:
-        """Wait until more than `length` entries have arrived."""
+        """Wait until more than `length` entries have arrived. Raises what `fail` was given."""
         while self.length <= length:
+            if self._failed is not None:
+                raise self._failed
             self._grown.clear()
             await self._grown.wait()

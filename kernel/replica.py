@@ -240,7 +240,7 @@ class Replica:
     def _finish(turn: Turn, token: int, length: int) -> str:
         """Why the turn ends with `token` as its `length`-th one, or ""."""
         params = turn.request.params
-        if not params.ignore_eos and token in params.stop_token_ids:
+        if token in params.stop_token_ids:
             return "stop"
         return "length" if length >= params.max_tokens else ""
 

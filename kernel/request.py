@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kernel.errors import UsageError
 
 
+def whole(value: object, name: str) -> int:
+    """`value` as an int, NumPy's and torch's whole numbers among them. Raises UsageError for anything else."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name}={value!r}: must be a whole number") from None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn.
 
-    max_tokens: longest output, in tokens. temperature: 0 is greedy. top_p, top_k: nucleus and top-k truncation (top_k
-    0: off). stop_token_ids: end after one of these, besides the checkpoint's end-of-text ids (the token is kept). seed:
-    makes the draws of one request reproducible whatever it is batched with. ignore_eos: no id ends the request (trace
-    replay). Raises UsageError on values out of range.
+    max_tokens: longest output, in tokens. temperature: 0 is greedy. top_p, top_k: nucleus and top-k truncation (top_k 0
+    is off). stop_token_ids: end after one of these, besides the checkpoint's end-of-text ids (the token is kept).
+    seed: makes the draws of one request reproducible whatever it is batched with. ignore_eos: the end-of-text ids do
+    not end the request (trace replay). Raises UsageError on values out of range or of another type.
     """
 
     max_tokens: int = 128
@@ -27,6 +36,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            object.__setattr__(self, name, whole(getattr(self, name), name))
+        stops = tuple(whole(token, "stop_token_ids") for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stops)
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), int | float):
+                raise UsageError(f"{name}={getattr(self, name)!r}: must be a number")
         if self.max_tokens < 1:
             raise UsageError(f"max_tokens={self.max_tokens}: at least one token must be asked for")
         if not self.temperature >= 0:

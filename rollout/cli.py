@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TurnstileError as error:
         return _say(error, 1)
     except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not take the exit code away
         return _say(interrupt if interrupt.args else "interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has gone; what is still buffered must not fail again at exit.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import models
 from kernel.errors import RankLost, TurnstileError, UsageError
 from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
-from kernel.request import Request, SamplingParams
+from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
@@ -75,6 +75,11 @@ class Generation:
         self._error: TurnstileError | None = None
         self._grown = asyncio.Event()
         self._submitted_ns = engine.now_ns()
+
+    @property
+    def ended(self) -> bool:
+        """Whether its result, or its error, is there."""
+        return bool(self._finish) or self._error is not None
 
     def abort(self) -> None:
         """End the turn; tokens drawn so far are its result. Nothing if it has ended."""
@@ -139,6 +144,7 @@ class Session:
     def __init__(self, engine: Engine, number: int, replica: int) -> None:
         self._engine, self.id, self.replica = engine, number, replica
         self._turn: Generation | None = None
+        self._closed = False
 
     def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Generation:
         """Start a turn on the whole context `prompt` (token ids); returns at once.
@@ -146,14 +152,19 @@ class Session:
         Raises UsageError when the prompt is empty, has ids outside the vocabulary, or does not fit the KV pool or the
         model's positions with its longest output; or while the session's last turn has not ended.
         """
-        if self._turn is not None and not self._turn._finish:
+        if self._turn is not None and not self._turn.ended:
             raise UsageError(f"session {self.id}: its last turn has not ended; await it, or open another session")
-        self._turn = self._engine._submit(self, tuple(prompt), params or SamplingParams())
+        if self._closed:
+            raise UsageError(f"session {self.id} was closed: open another one")
+        ids = tuple(whole(token, "token id") for token in prompt)
+        self._turn = self._engine._submit(self, ids, params or SamplingParams())
         return self._turn
 
     async def close(self) -> None:
-        """Abort the turn, if any, and drop the session's KV."""
-        self._engine._close_session(self)
+        """Abort the turn, if any, and drop the session's KV. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._engine._close_session(self)
 
 
 class Engine:
@@ -182,9 +193,15 @@ class Engine:
         threads: int = 1,
         record_events: int = 1 << 18,
         nursery: Nursery | None = None,
+        exit_s: float = 30.0,
     ) -> None:
         if device != "cpu":
             raise UsageError(f"--device {device}: this build serves on cpu")
+        sizes = {"kv_tokens": 1 << 15 if kv_tokens is None else kv_tokens, "prefill_tokens": prefill_tokens}
+        sizes |= {"rows": rows, "block_size": block_size, "threads": threads, "record_events": record_events}
+        for name, value in sizes.items():
+            if whole(value, name) < 1:
+                raise UsageError(f"{name}={value}: must be at least 1")
         self.world = world or World()
         self.model = Path(model)
         self._spec = spec(policy, policy_config)
@@ -200,7 +217,9 @@ class Engine:
             granule=self.world.atp,
         )
         registry.create(self._spec, self._limits)  # a policy that cannot be used is refused before ranks start
-        self._pool = (kv_tokens or 1 << 15) // block_size * block_size
+        self._pool = sizes["kv_tokens"] // block_size * block_size
+        if self._pool < block_size:
+            raise UsageError(f"kv_tokens={kv_tokens}: must hold at least one block of {block_size} tokens")
         self._settings = {
             "world": asdict(self.world),
             "limits": asdict(self._limits),
@@ -215,6 +234,9 @@ class Engine:
             "meta": {"size": self.world.size, "versions": versions()},
         }
         self._nursery = nursery
+        self._exit_s = exit_s
+        self._ended: set[int] = set()
+        self._closed = False
         self._launcher: Launcher | HostsLauncher | None = None
         self._turns: dict[int, Generation] = {}
         self._load = [0] * self.world.adp
@@ -227,6 +249,8 @@ class Engine:
         self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        if self._launcher is not None:
+            raise UsageError("an engine is opened once: make another Engine")
         here = place()
         self._launcher = (
             Launcher(self.world, self._settings, self._nursery) if here is None else self._across_hosts(here)
@@ -243,18 +267,27 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._launcher is not None
-        if self._error is None:
-            self._send(Stop())
-            try:
-                await asyncio.wait_for(self._stopped.wait(), 30)
-                await self._launcher.close()
-            except (TimeoutError, asyncio.CancelledError):
-                await self._launcher.close("the engine was closed")
-                raise
-        else:
-            await self._launcher.close("the engine was closed")
-        if self._reader is not None:
-            self._reader.cancel()
+        try:
+            if self._error is None:
+                self._send(Stop())
+                await self._until_stopped()
+        finally:
+            await self._launcher.close("" if self._error is None else str(self._error))
+            if self._reader is not None:
+                self._reader.cancel()
+            failed, self._closed = self._error, True
+            self._fail_all(TurnstileError("the engine was closed: open it again with `async with`"))
+        if failed is not None and error is None:
+            raise failed
+
+    async def _until_stopped(self) -> None:
+        """Wait for all ranks to end; one that does not, stuck or stopped, is named, and all are killed."""
+        try:
+            async with asyncio.timeout(self._exit_s):
+                await self._stopped.wait()
+        except TimeoutError:
+            late = ", ".join(str(rank) for rank in range(self.world.size) if rank not in self._ended)
+            self._failed(RankLost(f"rank {late} did not stop within {self._exit_s:g} s and was killed"))
 
     # -- what users do ------------------------------------------------------------------------------------------
 
@@ -263,7 +296,7 @@ class Engine:
         return time.monotonic_ns()
 
     def session(self) -> Session:
-        """A new session, on the replica with the fewest tokens promised."""
+        """A new session, on the replica with the fewest open ones."""
         self._sessions += 1
         replica = self._load.index(min(self._load))
         self._load[replica] += 1
@@ -355,37 +388,37 @@ class Engine:
                 f"a turn of {len(prompt)} prompt tokens and up to {params.max_tokens} output tokens does not fit the"
                 f" {limit} tokens of the {knob}"
             )
-        generation = self._turns[request.id] = Generation(self, request)
+        generation = Generation(self, request)
         self._send(Submit(request))
+        self._turns[request.id] = generation
         return generation
 
     def _close_session(self, session: Session) -> None:
         self._load[session.replica] -= 1
-        if self._error is None and not self._stopped.is_set():
+        if self._error is None and not self._closed:
             self._send(EndSession(session.id))
 
     def _send(self, entry: Entry) -> None:
         self._check()
-        assert self._launcher is not None, "use `async with Engine(...)`"
-        whole = {"entries": [wire.entry_to_json(entry)]}
+        assert self._launcher is not None
+        everything = {"entries": [wire.entry_to_json(entry)]}
         if isinstance(entry, Submit):
             short = {"entries": [wire.placeholder(entry)]}
             owner = entry.request.replica
             self._launcher.send(
-                [whole if self.world.replica(rank) == owner else short for rank in range(self.world.size)]
+                [everything if self.world.replica(rank) == owner else short for rank in range(self.world.size)]
             )
         else:
-            self._launcher.send([whole] * self.world.size)
+            self._launcher.send([everything] * self.world.size)
 
     async def _listen(self, launcher: Launcher | HostsLauncher) -> None:
-        running = self.world.size
         async for rank, message in launcher.messages():
             if "outputs" in message:
                 for request, token, logprob, finish, cached, stamp in message["outputs"]:
                     self._deliver(request, token, logprob, finish, cached, stamp)
             elif "stopped" in message:
-                running -= 1
-                if running == 0:
+                self._ended.add(rank)
+                if len(self._ended) == self.world.size:
                     self._stopped.set()
             else:
                 self._failed(failure(rank, message))
@@ -407,15 +440,21 @@ class Engine:
         # The first report names the cause; those of ranks that were waiting for it follow.
         if self._error is None or (isinstance(self._error, RankLost) and not isinstance(error, RankLost)):
             self._error = error
+        self._fail_all(self._error)
+        self._stopped.set()
+
+    def _fail_all(self, error: TurnstileError) -> None:
         for turn in self._turns.values():
-            turn._fail(self._error)
+            turn._fail(error)
+        self._turns.clear()
         self._quiet.set()
         self._changed.set()
-        self._stopped.set()
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._launcher is None or self._closed:
+            raise UsageError("the engine is not open: use it inside `async with Engine(...) as engine`")
 
 
 def _absolute(path: str | Path) -> str:

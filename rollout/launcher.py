@@ -70,15 +70,9 @@ class Launcher:
         """End the ranks, gently and then not; their exit codes. Idempotent."""
         if reason:
             self._arena.abort(reason)
-        codes = []
-        for process in self._ranks:
-            if process.process.returncode is None:
-                try:
-                    await asyncio.wait_for(process.process.wait(), _GRACE_S)
-                except TimeoutError:
-                    process.process.kill()
-                    await process.process.wait()
-            codes.append(process.process.returncode or 0)
+            for process in self._ranks:
+                process.writer.close()
+        codes = list(await asyncio.gather(*(self._end(process) for process in self._ranks)))
         for task in self._tasks:
             task.cancel()
         for process in self._ranks:
@@ -88,11 +82,21 @@ class Launcher:
             self._own.close()
         return codes
 
+    async def _end(self, process: Process) -> int:
+        try:
+            return await asyncio.wait_for(process.process.wait(), _GRACE_S)
+        except TimeoutError:
+            process.process.kill()
+            return await process.process.wait()
+
     async def _spawn(self, rank: int) -> Process:
         assert self._nursery is not None
         ours, theirs = socket.socketpair()
         try:
             process = await self._nursery.spawn([theirs.fileno(), *self._arena.fds])
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)
@@ -110,6 +114,10 @@ class Launcher:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             why = f"rank {process.rank} {how}"
             self._arena.abort(why)
+            for other in self._ranks:
+                # A rank that waits for work looks at its socket only.
+                if other is not process and not other.writer.is_closing():
+                    other.writer.write(wire.pack({"abort": why}))
             self._messages.put_nowait((process.rank, {"lost": why}))
 
 

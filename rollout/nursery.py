@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
@@ -52,6 +53,10 @@ class Child:
         self.returncode = struct.unpack("<i", data)[0] if len(data) == 4 else 1
         return self.returncode
 
+    def abandon(self) -> None:
+        """Nobody will wait for it."""
+        self._status.close()
+
     def kill(self) -> None:
         """SIGKILL; nothing if it has ended."""
         if self.returncode is None:
@@ -88,6 +93,15 @@ class Nursery:
 
         Raises UsageError when the nursery could not start.
         """
+        # A caller that gives up must not leave its answer to the next one.
+        task = asyncio.create_task(self._spawn(tuple(fds)), name="spawn")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_abandon)
+            raise
+
+    async def _spawn(self, fds: tuple[int, ...]) -> Child:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         async with self._turn:
@@ -121,6 +135,11 @@ class Nursery:
         self.close()
 
 
+def _abandon(spawning: asyncio.Task[Child]) -> None:
+    if not spawning.cancelled() and spawning.exception() is None:
+        spawning.result().abandon()
+
+
 def search_path() -> str:
     """Where the ranks find this package, also when it runs from a checkout, and what the caller imports from."""
     return os.pathsep.join(dict.fromkeys(os.path.abspath(entry or ".") for entry in [_home(), *sys.path]))
@@ -150,7 +169,19 @@ def _serve(control: socket.socket) -> None:
                         wakeup.recv(4096)
                     _reap(children)
                 elif not _fork(control, children, (selector, wakeup, ring)):
-                    return
+                    return _end(children)
+
+
+def _end(children: dict[int, socket.socket]) -> None:
+    """The owner has gone: its ranks end by themselves as their control sockets close, or are killed if they cannot."""
+    for _ in range(100):
+        _reap(children)
+        if not children:
+            return
+        time.sleep(0.1)
+    for pid in children:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _fork(control: socket.socket, children: dict[int, socket.socket], ours: tuple[object, ...]) -> bool:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 WIDTH: Final = 66
 CAPTION: Final = (
-    "What this shows is the order of prefill and decode and how long each waits for the other; it is not GPU speed."
+    "What this shows is the order of prefill and decode and how long each waits for the other; it is not GPU speed.\n"
+    "mean D wait: how long ready rows waited for their next decode iteration. P and D ratio: share of time with both\n"
+    "in flight. Ranks that share CPU cores gain nothing from overlap, so its worth does not show in the makespan."
 )
 
 HEAD: Final = (

@@ -26,6 +26,10 @@ def trajectories(lines: Sequence[Line]) -> tuple[Trajectory, ...]:
         new, retained = line.integer("new_tokens", 1), line.integer("retained_tokens", 0)
         if line.integer("input_tokens", 1) != retained + new:
             raise line.error("input_tokens", f"must be retained_tokens + new_tokens = {retained + new}")
+        context = turns[-1].input_tokens + turns[-1].output_tokens if turns else 0
+        if retained != context:
+            # A replay sends what the model has generated, so it can keep all of the context or none of it.
+            raise line.error("retained_tokens", f"must be {context}, the input and output of the turn before")
         wait = line.number("wait_ms", None if turns else 0.0)
         turns.append(Turn(new, line.integer("output_tokens", 1), wait, retained, retained + new))
     return tuple(Trajectory(name, tuple(turns)) for name, turns in conversations.items())

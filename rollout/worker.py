@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel.errors import TurnstileError, UsageError
+from kernel.errors import RankLost, TurnstileError, UsageError
 from kernel.inbox import Inbox, UsePolicy
 from kernel.journal import Journal, groups
 from kernel.program import Program
@@ -183,9 +183,14 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
 
 
 async def _listen(reader: asyncio.StreamReader, inbox: Inbox, abort: Any) -> None:
+    reason = "the launcher has ended"
     while (message := await wire.read(reader)) is not None:
+        if "abort" in message:
+            reason = message["abort"]
+            break
         inbox.put(*(wire.entry_from_json(entry) for entry in message["entries"]))
-    abort("the launcher has ended")
+    abort(reason)
+    inbox.fail(RankLost(f"this rank waited for work and gave up: {reason}"))
 
 
 def main() -> None:

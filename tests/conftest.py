@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 settings.register_profile("ci", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("deep", settings.get_profile("ci"), max_examples=500)
+settings.register_profile("deep", settings.get_profile("ci"), max_examples=200)
 settings.load_profile("ci")
 
 

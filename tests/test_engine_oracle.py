@@ -26,6 +26,7 @@ WORLDS = [
     World(4, 4, 4),
     World(4, 1, 1),
     World(4, 2, 2, "cross"),
+    World(4, 2, 2, "flat"),
     World(4, 2, 1, "flat"),
     World(4, 2, 1, "cross", "all"),
 ]

@@ -224,3 +224,20 @@ def test_stop_token_ends_a_turn_and_its_surplus_row_is_dropped() -> None:
     assert [o.token for o in outputs] == drawn[:4]
     assert outputs[-1].finish == "stop"
     assert launched == 4, "three iterations and the surplus one that the constant lag costs"
+
+
+def test_an_ended_session_keeps_nothing_even_if_its_turn_was_in_flight() -> None:
+    for when in (1, 3, 6, 40):
+        cluster = Cluster("fine", 1, 100, 4, 64)
+        prompt = tuple(range(10))
+        for each in cluster.each(0):
+            each.submit(Request(1, 5, 0, prompt, SamplingParams(max_tokens=12, ignore_eos=True)))
+        for at in range(60):
+            if at == when:
+                for each in cluster.each(0):
+                    each.end_session(5)
+            cluster.round()
+            cluster.end()
+        for each in cluster.each(0):
+            assert each.cache.cached(5, [*prompt, 1]) == 0
+            assert each.cache.available == 100

@@ -144,10 +144,12 @@ def test_interrupted_anywhere_it_leaves_whole_rows_of_what_was_done(
     run_virtual(interrupted())
     sink.close()
     rows = list(read_rows(path))
-    assert len(rows) == sum(call.finished_ns >= 0 for call in engine.calls)
+    # A turn that ends in the very moment of the interruption may be on either side of it.
+    ended = [call.finished_ns for call in engine.calls if call.finished_ns >= 0]
+    assert sum(ns < after_s * 1e9 - 1 for ns in ended) <= len(rows) <= len(ended)
     assert all(row.finished_ns <= after_s * 1e9 + 1 and not row.failed for row in rows)
     running = [g for s in engine.sessions for g in s.generations if g.aborted]
-    assert len(running) == len(engine.calls) - len(rows)
+    assert len(engine.calls) - len(ended) <= len(running) <= len(engine.calls) - len(rows)
 
 
 def test_each_row_is_in_the_file_as_soon_as_its_turn_has_finished(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class Interpreter:
             case "soon", _:
                 loop.call_soon(self.note, f"{path} soon")
             case "later", which:
-                handle = loop.call_later(0.0 if which else self.delay(path, 1), self.note, f"{path} later")
+                handle = loop.call_later(self.delay(path, 0 if which else 1), self.note, f"{path} later")
                 if which == 0 and len(path) % 2:
                     handle.cancel()
             case "put", which:

@@ -35,7 +35,10 @@ def test_the_outside_is_refused_with_the_call_site(name: str) -> None:
 
     with (
         asyncio.Runner(loop_factory=RankLoop) as runner,
-        pytest.raises(Outside, match=rf"rank 0 called {name} at tests/test_verify_outside.py:\d+: the simulated|a rank"),
+        pytest.raises(
+            Outside,
+            match=rf"rank 0 called {name} at tests/test_verify_outside.py:\d+: the simulated|a rank",
+        ),
     ):
         runner.run(main())
 

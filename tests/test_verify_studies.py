@@ -113,8 +113,18 @@ def test_a_plan_that_depends_on_the_rank_stops_the_run() -> None:
         def span(self, now: object) -> int:
             return 2 if self.mine == 3 else 1
 
+        async def turn(self, gate: Gate) -> None:
+            if gate.p_active:
+                await gate.reached()
+                await gate.rendezvous("pre-d")
+                launched.append(gate.plan.span)
+            gate.launch_decode()
+            gate.release(gate.plan.span)
+
     made: list[Local] = []
+    launched: list[int] = []
     with pytest.raises(Divergence, match=r"rank 3 differs in span at round \d+"):
         simulate(
             WORLD, "", load(4, 2, new=10, out=10, wait_ms=0), Engine(cost=FREE), make_policy=lambda _, lim: Local(lim)
         )
+    assert 2 not in launched, "the round's own pre-d must stop it before its D launch"

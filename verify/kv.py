@@ -37,7 +37,7 @@ def continuation(prompt: Sequence[int], params: SamplingParams, vocab: int) -> I
     for _ in range(params.max_tokens):
         token = draw(context, params, vocab).token
         yield token
-        if token in params.stop_token_ids and not params.ignore_eos:
+        if token in params.stop_token_ids:
             return
         context = fold(context, token)
 

@@ -47,6 +47,8 @@ def load(spec: str) -> type[Any]:
                 return _checked(entry.load(), name)
             except (ImportError, AttributeError) as error:
                 raise UsageError(f"policy {name}: entry point {entry.value} does not load: {error}") from error
+    if name.endswith(".py"):
+        raise UsageError(f"policy {name!r} names a file: add its class, as in {name}:Class")
     near = difflib.get_close_matches(name, names(), n=3) or list(names())
     raise UsageError(f"unknown policy {name!r}: did you mean {', '.join(near)}? (or path/file.py:Class)")
 

@@ -1,0 +1,236 @@
+"""From a wait-for graph to one verdict: the class, who is to blame, and why, in words.
+
+The order of blame: an exception or an exit that others wait for > calls that meet and differ > a cycle > a member that
+never arrived, or is blocked outside > a device that stalls on what all peers finished > all arrived and equal (below).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from verify import words
+from verify.matching import Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from verify.matching import Host, Meeting, Situation
+
+
+class Class(StrEnum):
+    """What is wrong. The classes that only the explorer and the engine report are part of the interface too."""
+
+    EXCEPTION = "exception"
+    MISMATCH = "mismatch"
+    CYCLE = "cycle"
+    MISSING = "missing"
+    OUTSIDE = "outside"
+    DEVICE_STALL = "device_stall"
+    BELOW = "below"
+    STARVATION = "starvation"
+    INVARIANT = "invariant"
+    RULE = "rule"
+    TIMEOUT = "timeout"
+    NONE = "none"
+
+
+class Certainty(StrEnum):
+    """How sure a verdict is."""
+
+    CERTAIN = "certain"
+    CONDITIONAL = "conditional"
+    """Only if the kernels cannot be co-resident (or only in some orders of racing threads); `Verdict.condition`."""
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One finding, or none. ranks: those blamed, sorted; empty where no majority tells who is the odd one.
+
+    chain: who waits for whom, a line each. say: the diagnosis in one or two sentences. fix: what to change.
+    condition: what the verdict depends on, if it is not unconditional.
+    """
+
+    cls: Class
+    certainty: Certainty = Certainty.CERTAIN
+    ranks: tuple[int, ...] = ()
+    chain: tuple[str, ...] = ()
+    say: str = "No alarm: every call meets its counterparts and completes."
+    fix: str = ""
+    condition: str = ""
+
+    def only_if(self, condition: str) -> Verdict:
+        """The same finding, conditional."""
+        both = f"{condition}, and {self.condition}" if self.condition else condition
+        return replace(self, certainty=Certainty.CONDITIONAL, condition=both, say=f"Only if {condition}: {self.say}")
+
+    def undecided(self, why: str) -> Verdict:
+        """The same finding, not decided."""
+        return replace(self, certainty=Certainty.UNDECIDED, condition=why, say=f"Undecided: {why}.")
+
+
+def severity(verdict: Verdict) -> int:
+    """Smaller is worse: the order of blame."""
+    return list(Class).index(verdict.cls)
+
+
+def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
+    """The verdict on a situation. graph: its wait-for graph. core: nodes stuck even if every root were free."""
+    roots = _roots(graph)
+    for standing, cls in ((Standing.RAISED, Class.EXCEPTION), (Standing.EXITED, Class.MISSING)):
+        if gone := [host for host, active in roots if active and host.standing is standing]:
+            return _absent(cls, gone, graph)
+    if differing := [meeting for meeting in situation.meetings.values() if not meeting.agrees()]:
+        return _mismatch(min(differing, key=_place), _sides_of_all)
+    if differing := words.other_sites(situation.meetings.values()):
+        return _mismatch(min(differing, key=_place), words.sites)
+    if core:
+        return _cycle(situation, graph, core)
+    hosts = [host for host, active in roots if active] or [host for host, _ in roots]
+    known = [host for host in hosts if host.standing is not Standing.UNKNOWN]
+    if late := [host for host in known if host.standing is not Standing.OUTSIDE]:
+        return _absent(Class.MISSING, late, graph)
+    if outside := known or [host for host in situation.hosts if host.standing is Standing.OUTSIDE]:
+        return _absent(Class.OUTSIDE, outside, graph)
+    if hosts:
+        names = words.ranks([host.rank for host in hosts])
+        found = _absent(Class.MISSING, hosts, graph)
+        return replace(found, ranks=(), certainty=Certainty.UNDECIDED, condition=f"no evidence of {names}")
+    return _settled(graph) if situation.quiet else Verdict(Class.NONE)
+
+
+def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
+    """Hosts that wait for nobody and are waited for, and whether by an operation that waits for nothing before it."""
+    found = []
+    for node, data in graph.nodes(data=True):
+        if node[0] == "host" and not graph.out_degree(node) and graph.in_degree(node):
+            found.append((data["host"], any(graph.nodes[op].get("active") for op in graph.predecessors(node))))
+    return sorted(found, key=lambda each: (each[0].rank, each[0].thread))
+
+
+def _place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
+    """Early meetings first: by where they stand in the order of their members, on average."""
+    orders = [launch.order for launch, _ in meeting.arrived.values()]
+    return (sum(orders) / len(orders), meeting.key)
+
+
+def _nearest(graph: nx.DiGraph[Any], rank: int, op: Any) -> tuple[bool, bool, Any]:
+    """Sorts first the operations in which somebody waits in front, and those that lack `rank` itself."""
+    arrived = {seat[0] for seat in graph.nodes[op]["meeting"].arrived}
+    return (not graph.nodes[op].get("active"), rank in arrived or rank not in op[1][0][2], op)
+
+
+def _absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict:
+    ranks = tuple(sorted({host.rank for host in hosts}))
+    lines, waiting = [], ""
+    for host in hosts:
+        node = ("host", host.rank, host.thread)
+        ops = sorted(graph.predecessors(node), key=partial(_nearest, graph, host.rank)) if node in graph else []
+        if ops:
+            meeting = graph.nodes[ops[0]]["meeting"]
+            waiting = waiting or words.waiters(meeting)
+            lines.append(f"{words.waiters(meeting)} for {words.standing(host)}")
+        else:
+            lines.append(words.standing(host))
+    say = f"{lines[0][0].upper()}{lines[0][1:]}." if lines else ""
+    if len(ranks) > 1:
+        say = f"{words.ranks(ranks).capitalize()} never arrived: {lines[0]}."
+    return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES[cls.value])
+
+
+def _sides_of_all(meeting: Meeting) -> dict[str, list[int]]:
+    return {" ".join(filter(None, side)): ranks for side, ranks in meeting.sides().items()}
+
+
+def _mismatch(meeting: Meeting, told: Any) -> Verdict:
+    sides: dict[str, list[int]] = told(meeting)
+    parts = [f"{side or 'no tag'} on {words.ranks(ranks)}" for side, ranks in sides.items()]
+    odd = minority(sides.values())
+    say = f"{words.number(meeting)} pairs calls that differ: {', '.join(parts)}."
+    say += f" The odd one is {words.ranks(odd)}." if odd else " No majority tells which side is wrong."
+    lines = tuple(words.called(meeting, seat) for seat in sorted(meeting.arrived))
+    return Verdict(Class.MISMATCH, ranks=odd, chain=lines, say=say, fix=words.FIXES["mismatch"])
+
+
+def minority(sides: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The ranks outside the side that more than half of them are on; nobody where there is no such side."""
+    parties = sorted((sorted(set(side)) for side in sides), key=len, reverse=True)
+    everybody = sum(map(len, parties))
+    if not parties or 2 * len(parties[0]) <= everybody:
+        return ()
+    return tuple(sorted(rank for party in parties[1:] for rank in party))
+
+
+def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
+    nodes = shortest_cycle(graph.subgraph(core))
+    chain = words.chain(situation, graph, nodes)
+    members = tuple(sorted({graph.nodes[node]["rank"] for node in nodes if node[0] != "op"}))
+    ops = [graph.nodes[node]["meeting"] for node in nodes if node[0] == "op"]
+    odd, order = _out_of_order(ops)
+    say = f"{words.ranks(members).capitalize()} wait in a ring: {'; '.join(chain)}."
+    if len(members) == 1:
+        say = f"{words.ranks(members).capitalize()} waits for itself: {'; '.join(chain)}."
+    if odd:
+        say += f" {words.ranks(odd).capitalize()} differs from the majority, which calls {order}."
+    found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
+    presumed = [graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed]
+    return replace(found, condition=f"{words.ranks(presumed)} waits for what it has open") if presumed else found
+
+
+def _out_of_order(ops: Sequence[Meeting]) -> tuple[tuple[int, ...], str]:
+    """The ranks that call two operations of the cycle in another order than most, and the order of most."""
+    for first, second in [*pairwise(ops), (ops[-1], ops[0])]:
+        sides: dict[bool, list[int]] = {}
+        for seat in set(first.seats) & set(second.seats):
+            places = [each.arrived[seat][0].order if seat in each.arrived else None for each in (first, second)]
+            one, two = places
+            if one != two:
+                sides.setdefault(two is None or (one is not None and one < two), []).append(seat[0])
+        if odd := minority(sides.values()):
+            early, late = (first, second) if len(sides.get(True, ())) > len(sides.get(False, ())) else (second, first)
+            return odd, f"{words.operation(early)} before {words.operation(late)}"
+    return (), ""
+
+
+def shortest_cycle(graph: nx.DiGraph[Any], tried: int = 64) -> list[Any]:
+    """A shortest cycle through one of the first `tried` actors of each strongly connected component."""
+    best: list[Any] = []
+    for component in nx.strongly_connected_components(graph):
+        if len(component) < 2:
+            continue
+        part = graph.subgraph(component)
+        for start in sorted((node for node in component if node[0] != "op"), key=lambda n: (n[1], n[0], n[2]))[:tried]:
+            length, paths = nx.single_source_dijkstra(part, start, weight=None)
+            backs = [node for node in part.predecessors(start) if node in length]
+            end = min(backs, key=lambda node: (length[node], node))
+            if not best or (len(paths[end]), paths[end][0][0] != "host") < (len(best), best[0][0] != "host"):
+                best = paths[end]
+    return best
+
+
+def _settled(graph: nx.DiGraph[Any]) -> Verdict:
+    """All came and agree: a member that did not finish what its peers did, or nobody did."""
+    leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
+    open_ops = sorted((data["meeting"] for data in leaves), key=_place)
+    stalled: dict[int, Meeting] = {}
+    for meeting in open_ops:
+        late = [seat[0] for seat, (launch, _) in meeting.arrived.items() if not launch.done]
+        if len(late) < len(meeting.seats):
+            stalled |= {rank: meeting for rank in late if rank not in stalled}
+    if stalled:
+        ranks = tuple(sorted(stalled))
+        where = {rank: words.operation(stalled[rank]) for rank in ranks}
+        lines = tuple(f"rank {rank} has not finished {where[rank]}, its peers have" for rank in ranks)
+        say = f"The device of {words.ranks(ranks)} stalls: {lines[0]}."
+        return Verdict(Class.DEVICE_STALL, ranks=ranks, chain=lines, say=say, fix=words.FIXES["device_stall"])
+    if open_ops:
+        first = open_ops[0]
+        say = f"All members are in {words.operation(first)} with equal arguments: not a fault of order."
+        return Verdict(Class.BELOW, chain=(words.waiters(first),), say=say, fix=words.FIXES["below"])
+    return Verdict(Class.NONE)

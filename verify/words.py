@@ -1,0 +1,172 @@
+"""Ranks, operations and waits in plain words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from verify.events import Kind
+from verify.matching import DEVICE, Standing, queues_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import networkx as nx
+
+    from verify.events import Event, Site
+    from verify.matching import Host, Launch, Meeting, Seat, Situation
+
+FIXES = {
+    "exception": "Read the exception of that rank first; let a rank that fails tell the others before it leaves.",
+    "mismatch": "Take the branch that leads to the call from data that all ranks share, or exchange it first.",
+    "cycle": "Issue these calls in one order on all ranks, or take the host waits out from between them.",
+    "missing": "Let every member make the call, with nothing to contribute if need be, instead of returning early.",
+    "outside": "Not a collective bug: look at what the rank is blocked in, and give it a deadline.",
+    "device_stall": "Look at that rank's device and link: its peers finished the operation.",
+    "below": "Look below the order of calls: transport, launch queues, identity of the communicator.",
+}
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0, 1 and 2`; long lists are cut."""
+    names = [str(number) for number in sorted(set(numbers))]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    if len(names) > 8:
+        return f"ranks {', '.join(names[:6])} and {len(names) - 6} more"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}" if names else "nobody"
+
+
+def number(meeting: Meeting) -> str:
+    """`Call 2 on dp`, `Transfer 1 from rank 0 to rank 1`."""
+    (kind, name, members), count = meeting.key
+    if kind == "pair":
+        return f"Transfer {count + 1} from rank {members[0]} to rank {members[1]}" + (f" on {name}" if name else "")
+    return f"Call {count + 1} on {name or '{' + ','.join(map(str, members)) + '}'}"
+
+
+def operation(meeting: Meeting) -> str:
+    """`all_reduce (call 2 on dp)`, `transfer 1 from rank 0 to rank 1`."""
+    text = number(meeting)
+    text = text[0].lower() + text[1:]
+    if meeting.key[0][0] == "pair":
+        return text
+    call = min(meeting.arrived.items())[1][1] if meeting.arrived else None
+    return f"{call.name}{f'[{call.tag}]' if call.tag else ''} ({text})" if call is not None else text
+
+
+def at(event: Event | None) -> str:
+    """Where an event was called, if known."""
+    return f" at {event.site}" if event is not None and event.site is not None else ""
+
+
+def called(meeting: Meeting, seat: Seat) -> str:
+    """What one member called."""
+    call = meeting.arrived[seat][1]
+    tag = f"[{call.tag}]" if call.tag else ""
+    return f"rank {seat[0]} calls {call.name}{tag} as {number(meeting).lower()}{at(call)}"
+
+
+def waiters(meeting: Meeting) -> str:
+    """Who waits in an operation."""
+    open_ = [(seat, call) for seat, (launch, call) in sorted(meeting.arrived.items()) if not launch.done]
+    verb = "waits" if len({seat[0] for seat, _ in open_}) == 1 else "wait"
+    site = next((at(call) for _, call in open_ if call.site is not None), "")
+    return f"{ranks(seat[0] for seat, _ in open_)} {verb} in {operation(meeting)}{site}"
+
+
+def standing(host: Host) -> str:
+    """A host that waits for nobody."""
+    event = host.event
+    name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
+    what = event.operation if event is not None else ""
+    match host.standing:
+        case Standing.RAISED:
+            return f"{name}, which left by {what}{at(event)}"
+        case Standing.EXITED:
+            return f"{name}, which has left{at(event)}"
+        case Standing.OUTSIDE:
+            return f"{name}, which is blocked outside collectives, in {what}{at(event)}"
+        case Standing.FINISHED:
+            return f"{name}, which is at its end and does not call it"
+        case Standing.UNKNOWN:
+            return f"{name}, of which it is not known what it does"
+    return f"{name}, which has not called it"
+
+
+def sites(meeting: Meeting) -> dict[str, list[int]]:
+    """Call site -> the ranks that called from there."""
+    sides: dict[str, list[int]] = {}
+    for seat, (_, call) in sorted(meeting.arrived.items()):
+        sides.setdefault(f"{call.name} at {call.site}", []).append(seat[0])
+    return sides
+
+
+def other_sites(meetings: Iterable[Meeting]) -> list[Meeting]:
+    """Collectives whose members came from different lines, though one of these lines met itself elsewhere.
+
+    A line that always meets another one is how rank-dependent code looks, and no fault.
+    """
+    whole: list[tuple[Meeting, list[Site]]] = []
+    for meeting in meetings:
+        found = [call.site for _, call in meeting.arrived.values() if call.site is not None]
+        if len(found) == len(meeting.seats) > 1 and meeting.key[0][0] == "collective":
+            whole.append((meeting, found))
+    alone = {(meeting.key[0], found[0]) for meeting, found in whole if len(set(found)) == 1}
+    return [
+        meeting
+        for meeting, found in whole
+        if len(set(found)) > 1 and any((meeting.key[0], site) in alone for site in found)
+    ]
+
+
+def chain(situation: Situation, graph: nx.DiGraph[Any], nodes: Sequence[Any]) -> list[str]:
+    """A cycle of the wait-for graph, a line for each rank in it. nodes: actor, operation, actor, ..."""
+    actors = [node for node in nodes if node[0] != "op"]
+    hops = [(nodes[n], nodes[n + 1], actors[(n // 2 + 1) % len(actors)]) for n in range(0, len(nodes), 2)]
+    if len({graph.nodes[actor]["rank"] for actor in actors}) > 1:
+        # A launch behind the rank's own launch is no news: follow a queue to where another rank is needed.
+        while graph.nodes[hops[-1][0]]["rank"] == graph.nodes[hops[0][0]]["rank"]:
+            hops.append(hops.pop(0))
+        merged: list[tuple[Any, Any, Any]] = []
+        for actor, op, needs in hops:
+            if merged and graph.nodes[merged[-1][0]]["rank"] == graph.nodes[actor]["rank"]:
+                merged[-1] = (merged[-1][0], op, needs)
+            else:
+                merged.append((actor, op, needs))
+        hops = merged
+    first = min(range(len(hops)), key=lambda n: graph.nodes[hops[n][0]]["rank"])
+    return [_hop(situation, graph, *hop) for hop in (*hops[first:], *hops[:first])]
+
+
+def _hop(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, needs: Any) -> str:
+    mine, theirs = graph.nodes[actor], graph.nodes[needs]
+    meeting: Meeting = graph.nodes[op]["meeting"]
+    if needs[0] == "queue":
+        why = f"rank {theirs['rank']}, whose own call waits in a queue"
+    else:
+        host: Host = theirs["host"]
+        never = host.ahead is not None and not host.ahead[meeting.key[0]]
+        why = f"rank {theirs['rank']}, which {'does not call it' if never else 'has not called it yet'}"
+    if actor[0] == "queue":
+        launch: Launch = mine["launch"]
+        behind = f"{operation(meeting)} {_where(situation, launch, meeting)}"
+        return f"on rank {launch.rank} {_own(launch)} is queued behind {behind}, which needs {why}"
+    host = mine["host"]
+    name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
+    if host.event is not None and host.event.kind is Kind.WAIT:
+        return f"{name} waits on the host{at(host.event)} for {operation(meeting)}, which needs {why}"
+    if host.waits and meeting not in host.waits[0].meetings:
+        return f"{name} waits in {_own(host.waits[0])}{at(host.event)}, behind {operation(meeting)}, which needs {why}"
+    return f"{name} waits in {operation(meeting)}{at(host.event)} for {why}"
+
+
+def _own(launch: Launch) -> str:
+    return " with ".join(map(operation, launch.meetings))
+
+
+def _where(situation: Situation, launch: Launch, ahead: Meeting) -> str:
+    other = next((one for one, _ in ahead.arrived.values() if one.rank == launch.rank), None)
+    shared = set(launch.event.queues) & set(other.event.queues if other is not None else ())
+    if not shared and DEVICE in queues_of(launch.event, situation.exclusive):
+        return "on the device"
+    return f"on stream {min(shared)}" if shared else "in the queue"
