@@ -18,6 +18,7 @@ from verify.rendezvous import uniform_skew
 from verify.simulation import Engine, simulate
 
 if TYPE_CHECKING:
+    from kernel.sched.planner import Situation
     from kernel.sched.policy import Gate, Limits
 
 WORLD = World(4, 2, 4)
@@ -110,8 +111,8 @@ def test_a_plan_that_depends_on_the_rank_stops_the_run() -> None:
             self.mine = len(made)
             made.append(self)
 
-        def span(self, now: object) -> int:
-            return 2 if self.mine == 3 else 1
+        def span(self, now: Situation) -> int:
+            return 2 if self.mine == 3 and now.p_active else 1
 
         async def turn(self, gate: Gate) -> None:
             if gate.p_active:
@@ -125,6 +126,10 @@ def test_a_plan_that_depends_on_the_rank_stops_the_run() -> None:
     launched: list[int] = []
     with pytest.raises(Divergence, match=r"rank 3 differs in span at round \d+"):
         simulate(
-            WORLD, "", load(4, 2, new=10, out=10, wait_ms=0), Engine(cost=FREE), make_policy=lambda _, lim: Local(lim)
+            WORLD,
+            "",
+            load(8, 3, new=30, out=20, wait_ms=1),
+            Engine(layers=4, prefill_tokens=32),
+            make_policy=lambda _, lim: Local(lim),
         )
     assert 2 not in launched, "the round's own pre-d must stop it before its D launch"
