@@ -25,8 +25,10 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
 from rollout import wire
-from rollout.hosts import HostsLauncher, Place, place
-from rollout.launcher import Launcher, failure
+from rollout.hosts import HostsLauncher
+from rollout.launcher import Launcher
+from rollout.torchrun import Place, place
+from rollout.wire import failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Sequence

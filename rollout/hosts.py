@@ -13,13 +13,13 @@ import secrets
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernel.errors import RankLost, UsageError
 from rollout import wire
-from rollout.launcher import failure
 from rollout.nursery import search_path
+from rollout.torchrun import Place, store_at
+from rollout.wire import failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,44 +28,6 @@ if TYPE_CHECKING:
 
 _START_S = 120.0
 _GRACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """This process's place in the world that torchrun started."""
-
-    rank: int
-    size: int
-    host: str
-    port: int
-    run: str
-
-
-def place() -> Place | None:
-    """What torchrun says of this process; None when something else started it. Raises UsageError if incomplete."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-    found = {name: os.environ.get(name, "") for name in names}
-    if not found["TORCHELASTIC_RUN_ID"]:
-        return None
-    missing = [name for name in names if not found[name]]
-    if missing:
-        raise UsageError(f"torchrun left {', '.join(missing)} unset: start ranks with torchrun or the command itself")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Place(
-        rank=int(found["RANK"]),
-        size=int(found["WORLD_SIZE"]),
-        host=found["MASTER_ADDR"],
-        port=int(found["MASTER_PORT"]),
-        run=f"turnstile/{found['TORCHELASTIC_RUN_ID']}/{attempt}",
-    )
-
-
-def store_at(where: dict[str, Any]) -> Any:
-    """torchrun's key-value store, under this run's prefix."""
-    import torch.distributed
-
-    dist: Any = torch.distributed  # its stores are not exported for type checkers
-    return dist.PrefixStore(where["run"], dist.TCPStore(where["host"], where["port"], is_master=False))
 
 
 class HostsLauncher:
@@ -163,12 +125,3 @@ class HostsLauncher:
             self._messages.put_nowait((rank, message))
         if "stopped" not in last and "failed" not in last:
             self._messages.put_nowait((rank, {"lost": f"rank {rank} ended: its connection is gone"}))
-
-
-async def join(here: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A rank's side: connect to the launcher."""
-    store = await asyncio.to_thread(store_at, {"host": here.host, "port": here.port, "run": here.run})
-    port, token = (await asyncio.to_thread(store.get, "control")).decode().split()
-    reader, writer = await asyncio.open_connection(here.host, int(port))
-    writer.write(f"{token} {here.rank}\n".encode())
-    return reader, writer

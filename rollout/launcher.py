@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernel.comm.shared import Arena
-from kernel.errors import RankLost, TurnstileError
 from rollout import wire
 from rollout.nursery import Child, Nursery
 
@@ -54,7 +52,7 @@ class Launcher:
             if "ready" in message:
                 waiting.discard(rank)
             else:
-                raise failure(rank, message)
+                raise wire.failure(rank, message)
 
     def send(self, messages: list[dict[str, Any]]) -> None:
         """One message a rank, in rank order."""
@@ -119,20 +117,3 @@ class Launcher:
                 if other is not process and not other.writer.is_closing():
                     other.writer.write(wire.pack({"abort": why}))
             self._messages.put_nowait((process.rank, {"lost": why}))
-
-
-def failure(rank: int, message: dict[str, Any]) -> TurnstileError:
-    """The error that a rank's last message stands for."""
-    if "lost" in message:
-        return RankLost(message["lost"])
-    import kernel.errors
-
-    kind = getattr(kernel.errors, message.get("failed", ""), None)
-    text = message.get("message", f"rank {rank} sent {message}")
-    if "trace" in message:
-        print(message["trace"], file=sys.stderr, end="")
-    error = TurnstileError(text)
-    if isinstance(kind, type) and issubclass(kind, TurnstileError):
-        error = kind.__new__(kind)
-        error.args = (text,)
-    return error

@@ -81,7 +81,7 @@ class HostsLink:
         import torch.distributed as dist
 
         from kernel.comm.tcp_rendezvous import TcpRendezvous
-        from rollout.hosts import store_at
+        from rollout.torchrun import store_at
 
         store = store_at(config["store"])
         # Every rank finds rank 0's port in the store; the call waits for it, so it must not hold the loop.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import sys
 from dataclasses import asdict
 from typing import Any
 
-from kernel.errors import TurnstileError
+from kernel.errors import RankLost, TurnstileError
 from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.request import Request, SamplingParams
 
@@ -71,3 +72,20 @@ def entry_from_json(message: dict[str, Any]) -> Entry:
             params=SamplingParams(**params),
         )
     )
+
+
+def failure(rank: int, message: dict[str, Any]) -> TurnstileError:
+    """The error that a rank's last message stands for."""
+    if "lost" in message:
+        return RankLost(message["lost"])
+    import kernel.errors
+
+    kind = getattr(kernel.errors, message.get("failed", ""), None)
+    text = message.get("message", f"rank {rank} sent {message}")
+    if "trace" in message:
+        print(message["trace"], file=sys.stderr, end="")
+    error = TurnstileError(text)
+    if isinstance(kind, type) and issubclass(kind, TurnstileError):
+        error = kind.__new__(kind)
+        error.args = (text,)
+    return error

@@ -215,7 +215,7 @@ def run_loop(how: str) -> int:
 
 async def _connected(how: str) -> int:
     if how == "join":
-        from rollout.hosts import join, place
+        from rollout.torchrun import join, place
 
         here = place()
         if here is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kernel.topology import World
 from rollout.engine import Engine
-from rollout.hosts import place
+from rollout.torchrun import place
 from rollout.worker import join_world
 from tests.engines import trajectories
 

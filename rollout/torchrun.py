@@ -1,0 +1,57 @@
+"""Where torchrun put this process, and the store through which its processes find each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from kernel.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process's place in the world that torchrun started."""
+
+    rank: int
+    size: int
+    host: str
+    port: int
+    run: str
+
+
+def place() -> Place | None:
+    """What torchrun says of this process; None when something else started it. Raises UsageError if incomplete."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    found = {name: os.environ.get(name, "") for name in names}
+    if not found["TORCHELASTIC_RUN_ID"]:
+        return None
+    missing = [name for name in names if not found[name]]
+    if missing:
+        raise UsageError(f"torchrun left {', '.join(missing)} unset: start ranks with torchrun or the command itself")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(
+        rank=int(found["RANK"]),
+        size=int(found["WORLD_SIZE"]),
+        host=found["MASTER_ADDR"],
+        port=int(found["MASTER_PORT"]),
+        run=f"turnstile/{found['TORCHELASTIC_RUN_ID']}/{attempt}",
+    )
+
+
+def store_at(where: dict[str, Any]) -> Any:
+    """torchrun's key-value store, under this run's prefix."""
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its stores are not exported for type checkers
+    return dist.PrefixStore(where["run"], dist.TCPStore(where["host"], where["port"], is_master=False))
+
+
+async def join(here: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A rank's side: connect to the launcher."""
+    store = await asyncio.to_thread(store_at, {"host": here.host, "port": here.port, "run": here.run})
+    port, token = (await asyncio.to_thread(store.get, "control")).decode().split()
+    reader, writer = await asyncio.open_connection(here.host, int(port))
+    writer.write(f"{token} {here.rank}\n".encode())
+    return reader, writer
