@@ -112,6 +112,9 @@ class Rank:
                 self._epoch.close()
 
     async def _round(self) -> None:
+        # A round may find everybody there already and so never wait. The loop must still get to read the inbox: ranks
+        # that see different lengths of it are not idle, and would go round for ever without reading on.
+        await asyncio.sleep(0)
         with self._policy_code("plan"):
             plan, memory = self.policy.plan(self._views, self._memory)
         self._plan, self._memory = plan, memory
