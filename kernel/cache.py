@@ -10,7 +10,7 @@ Every operation is a function of the plan and of committed tokens, so the attent
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernel.errors import LeaseExpired, UsageError
@@ -36,7 +36,6 @@ class Lease:
     session: int
     blocks: tuple[int, ...]
     cached: int
-    cancelled: bool = field(default=False)
 
 
 class KVCache:

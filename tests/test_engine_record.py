@@ -17,8 +17,6 @@ from tests.engines import trajectories
 if TYPE_CHECKING:
     from rollout.nursery import Nursery
 
-    pass
-
 POLICIES = ["normal", "global_complete", "global_enqueue", "fine", "fine:span=2", "adaptive"]
 WORLD = World(4, 2, 4)
 
