@@ -20,7 +20,9 @@ Spawn = Callable[[Coroutine[Any, Any, Any], str], "asyncio.Task[Any]"]
 class Epoch:
     """The rows of one replica in one epoch, and the segments submitted so far.
 
-    number: the epoch. sizes: rows of each replica. published: called when P's host enqueue stands at a boundary.
+    number: the epoch. sizes: rows of each replica. published: called when P's host enqueue stands at a boundary. late:
+    its boundaries are published when its device work gets there. ended_in: the round in which its last segment was
+    submitted, -1 before. settled: all of it is known to have finished on this rank's device.
     """
 
     def __init__(
@@ -36,29 +38,35 @@ class Epoch:
         self.number, self.rows, self.sizes = number, rows, sizes
         self._state, self._driver, self._published, self._spawn = state, driver, published, spawn
         self._tasks: list[asyncio.Task[Any]] = []
+        self._events: list[Any] = []
         self._ended = False
+        self.ended_in = -1
+        self.settled = False
         # A boundary that depends on data (expert counts) is published when the data are there, not at submission.
-        self._late = any(call.op is Op.NOTIFY for call in state.program.calls)
+        self.late = any(call.op is Op.NOTIFY for call in state.program.calls)
 
-    def submit(self, start: int, end: int) -> str:
-        """Enqueue segment [start, end); its routed collectives take their places in D's FIFO now. Returns its label."""
+    def submit(self, start: int, end: int, round_: int) -> None:
+        """Enqueue segment [start, end) in `round_`; its routed collectives take their places in D's FIFO now."""
         label = f"P e{self.number} [{start},{end})"
         state = self._state
         if state.route is not None:
-            state.route.reserve([call for call in state.program.segment(start, end) if call.routed])
+            state.route.reserve(state.program.segment(start, end).shared)
         event = state.stream.submit(partial(self._driver.advance, end), label)
-        self._ended = end >= state.program.boundaries
+        self._events.append(event)
+        if end >= state.program.boundaries:
+            self._ended, self.ended_in = True, round_
         self._tasks.append(self._spawn(self._finish(event, end, label), label))
-        if not self._late:
+        if not self.late:
             self._published(end)
-        return label
 
     async def _finish(self, event: Any, end: int, label: str) -> None:
         await event.wait()
         while self._driver.waiting is not None:
             value = await self._driver.waiting.wait()
-            await self._state.stream.submit(partial(self._driver.resume, value, end), label).wait()
-        if self._late:
+            event = self._state.stream.submit(partial(self._driver.resume, value, end), label)
+            self._events.append(event)
+            await event.wait()
+        if self.late:
             self._published(end)
 
     def close(self) -> None:
@@ -66,15 +74,19 @@ class Epoch:
         if all(task.done() for task in self._tasks):
             self._driver.close()
 
-    @property
-    def finished(self) -> bool:
-        """All of it has finished on this rank's device."""
-        return self._ended and all(task.done() for task in self._tasks)
+    def poll(self) -> bool:
+        """Whether all of it has finished on this rank's device, asked of the device: an answer that depends on time."""
+        self.settled = self.settled or (
+            self._ended and self._driver.waiting is None and all(event.done() for event in self._events)
+        )
+        return self.settled
 
     async def drained(self) -> None:
         """Wait until everything submitted so far has finished on the device."""
+        ended = self._ended
         for task in list(self._tasks):
             await asyncio.shield(task)
+        self.settled = self.settled or ended
 
     @property
     def sampled(self) -> list[Sampled | None]:

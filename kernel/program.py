@@ -73,6 +73,20 @@ class Call:
         return f"{self.op}[{self.role}]{' routed' if self.routed else ''} at {where}"
 
 
+class Calls(tuple[Call, ...]):
+    """Collectives that one phase enqueues together, in order; what follows from them is computed once."""
+
+    @cached_property
+    def shared(self) -> tuple[Call, ...]:
+        """Those on D's launch stream when the phase is P."""
+        return tuple(call for call in self if call.routed)
+
+    @cached_property
+    def own(self) -> tuple[Call, ...]:
+        """Those on the phase's own stream."""
+        return tuple(call for call in self if not call.routed)
+
+
 Step = tuple[Op, Role]
 
 
@@ -116,9 +130,9 @@ class Program:
             raise UsageError(f"a model of {self.layers} layers has no boundaries; at least one layer is needed")
 
     @cached_property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> Calls:
         """Every collective, in the order in which the host enqueues it."""
-        return tuple(
+        return Calls(
             Call(index, site, layer, op, role, self._routed(op, role))
             for index, (site, layer, op, role) in enumerate(self._steps())
         )
@@ -132,9 +146,18 @@ class Program:
         """The collectives of one site."""
         return self._sites.get((site, layer), ())
 
-    def segment(self, start: int, end: int) -> tuple[Call, ...]:
+    def segment(self, start: int, end: int) -> Calls:
         """The collectives of segment [start, end): from boundary `start` to boundary `end`, or to the end."""
-        return tuple(call for call in self.calls if start <= self._boundary_before(call) < end)
+        known = self._segments.get((start, end))
+        if known is None:
+            known = Calls(call for call in self.calls if start <= self._boundary_before(call) < end)
+            self._segments[start, end] = known
+        return known
+
+    @cached_property
+    def routes(self) -> bool:
+        """Whether any of its collectives runs on D's launch stream."""
+        return bool(self.calls.shared)
 
     @property
     def registered(self) -> tuple[Call, ...]:
@@ -145,6 +168,10 @@ class Program:
         if call.site is Site.EMBED:
             return 0
         return self.layers - 1 if call.site is Site.HEAD else call.layer
+
+    @cached_property
+    def _segments(self) -> dict[tuple[int, int], Calls]:
+        return {}
 
     @cached_property
     def _sites(self) -> dict[tuple[Site, int], tuple[Call, ...]]:

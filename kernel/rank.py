@@ -145,7 +145,10 @@ class Rank:
             yield
         except TurnstileError:
             raise
-        except Exception as error:
+        except Exception as failure:
+            error: BaseException = _first(failure) if isinstance(failure, BaseExceptionGroup) else failure
+            if isinstance(error, TurnstileError):
+                raise error from failure
             trace, line = error.__traceback__, ""
             while trace is not None:
                 line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
@@ -159,6 +162,8 @@ class Rank:
         self.policy = policy
         world = self.world.under(getattr(policy, "route", None))
         self._p = own(self.ports.device, world, self.ports.model.layers, Phase.P)
+        # A policy that claims no order is not stopped for having none: it is there to show what happens then.
+        self._ordered = policy.guarantees.deadlock_free
 
     def _change(self, entry: UsePolicy | UpdateWeights) -> None:
         """Nothing is in flight on any rank (the plan is idle), so this is the same round everywhere."""
@@ -251,7 +256,8 @@ class Rank:
             self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.D)
         )
         calls = self._d.program.calls
-        self._order.enqueue(plan.round, Phase.D, calls, sizes)
+        if self._ordered:
+            self._order.enqueue(plan.round, Phase.D, calls, sizes)
         if not rows:
             self._journal.no_work(Phase.D, label)
         self._journal.submitted(label, Phase.D, calls, plan.bucket, len(rows), sum(sizes))
@@ -269,9 +275,10 @@ class Rank:
             self._journal.no_work(Phase.P, f"P e{epoch.number}")
             return
         calls = self._p.program.segment(start, end)
-        self._order.enqueue(self._plan.round, Phase.P, calls, epoch.sizes)
+        if self._ordered:
+            self._order.enqueue(self._plan.round, Phase.P, calls, epoch.sizes)
         self._journal.submitted(f"P e{epoch.number} [{start},{end})", Phase.P, calls, start, end, sum(epoch.sizes))
-        epoch.submit(start, end)
+        epoch.submit(start, end, self._plan.round)
 
     def _published(self, epoch: int, boundary: int) -> None:
         if boundary >= self._p.program.boundaries:
@@ -298,6 +305,7 @@ class Rank:
             raise TurnstileError(f"rank {self.rank} round {self._plan.round}: a second {tag} exchange in one round")
         self._ended = True
         await self._harvest(self._plan.round - 1)
+        await self._settle(self._plan.round - 1)
         for entry in self.ports.inbox.take(self._plan.inbox):
             self._take(entry)
         blob = control.encode(self._view(), self._digest, self._order.hash)
@@ -331,9 +339,22 @@ class Rank:
             self._journal.wait(f"D {flight.round}", leaves=True)
             self._replica.harvest(flight.turns, sampled)
 
+    async def _settle(self, upto: int) -> None:
+        """Wait for a P epoch whose last segment was submitted by round `upto`: the same lag as D's, on every rank.
+
+        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for.
+        Where nothing is routed D runs on beside P, and the device is asked instead.
+        """
+        epoch = self._epoch
+        if epoch is not None and not epoch.settled and 0 <= epoch.ended_in <= upto:
+            if self._p.program.routes:
+                await self.p_drained()
+            else:
+                epoch.poll()
+
     def _view(self) -> RankView:
         replica, epoch, snapshot = self._replica, self._epoch, self.turnstile.snapshot
-        complete = epoch is None or epoch.finished
+        complete = epoch is None or epoch.settled
         promotable = replica.promotable(epoch.sampled) if epoch is not None and complete else 0
         return RankView(
             rank=self.rank,

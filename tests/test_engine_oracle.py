@@ -30,7 +30,7 @@ WORLDS = [
     World(4, 2, 1, "flat"),
     World(4, 2, 1, "cross", "all"),
 ]
-POLICIES = ["normal", "global_complete", "global_enqueue", "fine", "fine:span=3", "adaptive", "unordered"]
+POLICIES = ["normal", "global_complete", "global_enqueue", "fine", "fine:span=3", "lean", "adaptive", "unordered"]
 
 
 @pytest.fixture(scope="module")

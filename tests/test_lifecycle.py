@@ -23,7 +23,7 @@ from kernel.sched.policy import Limits, Memory, Plan, RankView
 from kernel.views import check_peers, decode, encode
 
 BLOCK = 4
-POLICIES = ("normal", "global_complete", "global_enqueue", "fine", "fine:span=3", "adaptive", "unordered")
+POLICIES = ("normal", "global_complete", "global_enqueue", "fine", "fine:span=3", "lean", "adaptive", "unordered")
 
 
 @dataclass

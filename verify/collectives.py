@@ -58,6 +58,10 @@ class Instance:
             else:
                 scheduler.enable(self)
 
+    def causes(self) -> tuple[int, ...]:
+        """The steps without which it could not finish."""
+        return tuple(step for kernel in self.kernels.values() for step in kernel.begun)
+
     def act(self) -> None:
         """Finish on all members."""
         del self.communicator.open[self.number]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kernel.ports import Layout
     from kernel.program import Call
     from kernel.topology import Role
+    from verify.scheduler import Scheduler
 
 T = TypeVar("T")
 
@@ -30,8 +31,9 @@ T = TypeVar("T")
 class SimEvent(Generic[T]):
     """`kernel.ports.Event`: what one submission returned, once the device has finished all that it enqueued."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, scheduler: Scheduler) -> None:
+        self.name, self._scheduler = name, scheduler
+        self._ended: tuple[int, ...] = ()
         self.error: BaseException | None = None
         self.received = False
         self._value: T
@@ -39,15 +41,22 @@ class SimEvent(Generic[T]):
         self._waiters: list[Wait] = []
 
     def done(self) -> bool:
-        """Whether the device has finished it."""
+        """Whether the device has finished it: an answer that depends on time, and so on the schedule."""
+        if self._scheduler.trace is not None:
+            self._scheduler.trace.touch("done", self.name)
         return self._done
 
     async def wait(self) -> T:
         """Suspend the task until the device has finished it; its value, or the exception it raised."""
-        if not self._done:
+        if not self._done or self._scheduler.trace is not None:
+            # In a trace to wait is a step of its own, also for what has happened already (facts of Kahn's kind).
             waiter = Wait()
             waiter.what = self.name
-            self._waiters.append(waiter)
+            if self._done:
+                waiter.causes = self._ended
+                waiter.set_result(None)
+            else:
+                self._waiters.append(waiter)
             await waiter
         if self.error is not None:
             self.received = True
@@ -58,11 +67,14 @@ class SimEvent(Generic[T]):
         """The host has run the work."""
         self._value = value
 
-    def finish(self) -> None:
-        """The device has finished it: wake who waits."""
-        self._done = True
+    def finish(self, steps: tuple[int, ...] = ()) -> None:
+        """The device has finished it, in these steps of a trace: wake who waits."""
+        self._done, self._ended = True, steps
+        if self._scheduler.trace is not None:
+            self._scheduler.trace.touch("done", self.name)
         for waiter in self._waiters:
             if not waiter.done():
+                waiter.causes = steps
                 waiter.set_result(None)
         self._waiters.clear()
 
@@ -157,6 +169,7 @@ class SimDevice:
         self.layout: Layout = SimLayout()
         self._communicators = communicators
         self._weights = dict(zip((Phase.D, Phase.P), weights, strict=True))
+        chip.width, chip.least = sum(weights), min(weights)
         self._streams = {phase: SimStream(self, phase) for phase in Phase}
         self._collectives = {phase: SimCollectives(self, phase) for phase in Phase}
         self._route = SimRoute(self)
@@ -209,8 +222,9 @@ class SimDevice:
                 f"rank {self.rank} launched {label} before {self._route.reserved[0]}, whose place was reserved earlier:"
                 " D enters only when P's segment has been enqueued"
             )
-        event: SimEvent[T] = SimEvent(f"{label} on stream {phase} of rank {self.rank}")
+        event: SimEvent[T] = SimEvent(f"{label} on stream {phase} of rank {self.rank}", self.chip.scheduler)
         queue = self.chip.queues[phase]
+        self._touch(phase)
         self._active, self._target = phase, queue
         try:
             event.returned(work())
@@ -244,6 +258,7 @@ class SimDevice:
         if self._active is not Phase.P or self._target is None or self._target.phase is not Phase.P:
             raise OrderViolation(f"rank {self.rank} routes a collective outside P's work")
         mine, theirs = self._target, self.chip.queues[Phase.D]
+        self._touch(Phase.D)
         theirs.edges += mine.record()
         self._target = theirs
         try:
@@ -254,10 +269,15 @@ class SimDevice:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _touch(self, phase: Phase) -> None:
+        """Order on a stream matters."""
+        if self.chip.scheduler.trace is not None:
+            self.chip.scheduler.trace.touch("stream", self.rank, str(phase))
+
     def _queue(self, what: str) -> Queue:
         if self._target is None:
             raise OrderViolation(f"rank {self.rank} called {what} outside work submitted to a stream")
         return self._target
 
     def _finished(self, marker: Kernel) -> None:
-        self._open.pop(marker).finish()
+        self._open.pop(marker).finish(marker.ended)

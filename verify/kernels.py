@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from verify.scheduler import Alarm, Scheduler
+    from verify.trace import Trace
 
 Entry = tuple[int, str, str, str]
 """One line of a rank's log: virtual nanoseconds, what happened, where (a stream or "host"), to what."""
@@ -42,8 +43,9 @@ class Kernel:
     """
 
     __slots__ = (
-        "alarm", "arrived", "blockers", "dropped", "duration_ns", "finished", "heirs", "label", "meeting", "queue",
-        "remaining_ns", "resident", "since_ns", "then", "weight",
+        "alarm", "arrival", "arrived", "begun", "blockers", "dropped", "duration_ns", "ended", "enqueued", "finished",
+        "heirs", "label", "meeting", "number", "queue", "remaining_ns", "resident", "since_ns", "then", "watched",
+        "weight",
     )  # fmt: skip
 
     def __init__(
@@ -56,14 +58,24 @@ class Kernel:
     ) -> None:
         self.label, self.weight, self.duration_ns, self.meeting, self.then = label, weight, duration_ns, meeting, then
         self.queue: Queue
+        self.number = -1
         self.blockers: list[Kernel] = []
         self.heirs: list[Queue] = []
         self.arrived = self.resident = self.finished = self.dropped = False
         self.alarm: Alarm | None = None
         self.remaining_ns, self.since_ns = duration_ns, 0
+        # Steps of a trace (`verify.trace`): its enqueue, its arrival, those that let it start, and its end.
+        self.enqueued = self.arrival = -1
+        self.begun: tuple[int, ...] = ()
+        self.ended: tuple[int, ...] = ()
+        self.watched = False
 
     def __str__(self) -> str:
         return f"{self.queue}: {self.label}"
+
+    def causes(self) -> tuple[int, ...]:
+        """The steps without which it could not finish."""
+        return self.begun
 
     @property
     def marker(self) -> bool:
@@ -89,7 +101,9 @@ class Queue:
         self.items: deque[Kernel] = deque()
         self.edges: list[Kernel] = []
         self.tail: Kernel | None = None
+        self.count = 0
         self._enabled = False
+        self.freed: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"rank {self.chip.rank} stream {self.phase}"
@@ -101,12 +115,15 @@ class Queue:
                 f"{self}: {kernel.label} takes {kernel.weight} slots of a device that has {self.chip.capacity}:"
                 " give the device more capacity or the phase less weight"
             )
-        kernel.queue = self
+        kernel.queue, kernel.number = self, self.count
+        self.count += 1
         if self.edges:
             kernel.blockers = [edge for edge in self.edges if not edge.finished]
             for blocker in kernel.blockers:
                 blocker.heirs.append(self)
             self.edges.clear()
+        if self.chip.scheduler.trace is not None:
+            kernel.enqueued = self.chip.scheduler.trace.now
         self.items.append(kernel)
         self.tail = kernel
         self.chip.outstanding += 1
@@ -130,6 +147,13 @@ class Queue:
                 return
             head.arrived = True
             self.chip.retire(head, chain=False)
+
+    def causes(self) -> tuple[int, ...]:
+        """The steps without which the head could not arrive."""
+        if not self.items:
+            return ()
+        head = self.items[0]
+        return (head.enqueued, *self.freed, *(step for blocker in head.blockers for step in blocker.ended))
 
     def act(self) -> None:
         """The head arrives at the device."""
@@ -155,6 +179,7 @@ class Chip:
 
     capacity: slots. contention: how much compute kernels that run at the same time slow each other down; at 0 not at
     all, at 1 two of them take as long as one after the other. log: where events of this rank go, None for nowhere.
+    `width` and `least`: the room that one kernel of each queue takes together, and the least that one takes.
     """
 
     def __init__(
@@ -162,6 +187,7 @@ class Chip:
     ) -> None:
         self.rank, self.scheduler, self.capacity, self.contention, self.log = rank, scheduler, capacity, contention, log
         self.queues = {phase: Queue(self, phase) for phase in Phase}
+        self.width, self.least = 2, 1
         self.outstanding = 0
         self.idle: Callable[[], None] | None = None
         self._used = 0
@@ -173,6 +199,8 @@ class Chip:
         """Write a line of the log."""
         if self.log is not None:
             self.log.append((self.scheduler.now_ns, what, where, which))
+        if self.scheduler.trace is not None:
+            self.scheduler.trace.note(self.rank, what, where, which)
 
     # -- the life of a kernel -----------------------------------------------------------------------------------
 
@@ -180,12 +208,28 @@ class Chip:
         """A head is at the device: it starts, or waits for room."""
         kernel.arrived = True
         self.scheduler.progress += 1
+        if (trace := self.scheduler.trace) is not None:
+            kernel.arrival = trace.now
+            if self.crowded:
+                trace.touch("room", self.rank)
         if self._used + kernel.weight <= self.capacity:
             self._start(kernel)
         else:
             self._hardware.append(kernel)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether kernels can be made to wait for room, so that their order of arrival matters."""
+        return self.capacity < self.width
+
+    @property
+    def narrow(self) -> bool:
+        """Whether only one kernel fits: then whoever waits for room waits for that one, and for nobody else."""
+        return self.capacity < 2 * self.least
+
     def _start(self, kernel: Kernel) -> None:
+        if (trace := self.scheduler.trace) is not None:
+            kernel.begun = (kernel.arrival, trace.now)
         self._used += kernel.weight
         if kernel.weight:
             self._holders.append(kernel)
@@ -214,6 +258,8 @@ class Chip:
         """A kernel has finished: its room, its successor (if `chain`) and whoever waits for it are set free."""
         kernel.finished = True
         self.scheduler.progress += 1
+        if (trace := self.scheduler.trace) is not None:
+            self._trace(trace, kernel)
         self.note("finish", kernel.queue.phase, kernel.label)
         if kernel.resident and kernel.weight:
             self._used -= kernel.weight
@@ -268,6 +314,21 @@ class Chip:
         return lines
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _trace(self, trace: Trace, kernel: Kernel) -> None:
+        queue = kernel.queue
+        if kernel.marker:
+            # It ends in whichever step comes last, its enqueue or the end of what is before it: all of them are causes.
+            before = (*queue.freed, *(step for blocker in kernel.blockers for step in blocker.ended))
+            queue.freed = tuple(dict.fromkeys(before))
+            kernel.ended = (trace.now, *queue.freed)
+        else:
+            kernel.ended = queue.freed = (trace.now,)
+        if kernel.watched:
+            trace.touch("finish", self.rank, str(queue.phase), kernel.number)
+        if kernel.resident and kernel.weight and self.crowded and not self.narrow:
+            # Any of several holders may make the room that another waits for: which one does is a choice.
+            trace.touch("room", self.rank)
 
     def _grant(self) -> None:
         waiting = self._hardware

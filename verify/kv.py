@@ -91,6 +91,7 @@ class SimKV:
 
     def enqueued(self, phase: Phase, row: Row, last: Kernel) -> None:
         """All of the row's reads and writes end with `last`."""
+        last.watched = True
         for number in self._touched(row, row.start + row.fed):
             self._blocks[number].users[phase] = last
 
@@ -124,7 +125,11 @@ class SimKV:
 
     def _free_of_others(self, phase: Phase, row: Row, number: int, block: _Block) -> None:
         for other, kernel in block.users.items():
-            if other is not phase and (kernel is None or not kernel.finished):
+            if other is phase:
+                continue
+            if kernel is not None and (trace := kernel.queue.chip.scheduler.trace) is not None:
+                trace.touch("finish", kernel.queue.chip.rank, str(other), kernel.number)
+            if kernel is None or not kernel.finished:
                 raise ModelError(
                     f"slot {row.slot} of {phase} touches block {number} while {other} may still use it:"
                     " wait until that work has drained"

@@ -112,11 +112,7 @@ class RankLoop(asyncio.AbstractEventLoop):
         self._batch -= count
         if choose is not None and scheduler.permute and len(ready) > 1:
             ready.rotate(-choose([_Ready(self, handle) for handle in ready]))
-        if scheduler.current is not self:
-            scheduler.current = self
-            events._set_running_loop(self)
-            sys.set_asyncgen_hooks(*self._asyncgen_hooks)
-        self._acting = True
+        self._enter()
         try:
             for _ in range(count):
                 handle = ready.popleft()
@@ -130,6 +126,14 @@ class RankLoop(asyncio.AbstractEventLoop):
                 scheduler.enable(self)
             else:
                 self._awake = False
+
+    def _enter(self) -> None:
+        """From here on this rank's code runs."""
+        if self.scheduler.current is not self:
+            self.scheduler.current = self
+            events._set_running_loop(self)
+            sys.set_asyncgen_hooks(*self._asyncgen_hooks)
+        self._acting = True
 
     def _wake(self) -> None:
         self._awake = True
@@ -214,13 +218,16 @@ class RankLoop(asyncio.AbstractEventLoop):
         if context is not None:
             kwargs["context"] = context
         if self._factory is None:
-            task: asyncio.Task[T] = RankTask(self._born, coro, loop=self, name=name, **kwargs)
+            task: asyncio.Task[T] = self._task(self._born, coro, loop=self, name=name, **kwargs)
         else:
             task = self._factory(self, coro, **kwargs)
             if hasattr(task, "set_name"):
                 task.set_name(name)
         self._tasks[task] = self._born
         return task
+
+    def _task(self, number: int, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        return RankTask(number, coro, **kwargs)
 
     def set_task_factory(self, factory: Any) -> None:
         """As in asyncio."""

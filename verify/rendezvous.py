@@ -43,6 +43,7 @@ class _Exchange:
         self.done = False
         self.error: Exception | None = None
         self.answers: list[bytes] = []
+        self.arrivals: list[int] = []
 
     def __str__(self) -> str:
         return f"rendezvous {self.number}"
@@ -56,6 +57,8 @@ class _Exchange:
         hall = self.hall
         hall.scheduler.progress += 1
         self.posted += 1
+        if hall.scheduler.trace is not None:
+            self.arrivals.append(hall.scheduler.trace.now)
         if self.posted < hall.size:
             return
         if hall.latency_ns:
@@ -74,6 +77,7 @@ class _Exchange:
         for rank in sorted(self.waiters):
             waiter = self.waiters[rank]
             if not waiter.done():
+                waiter.causes = tuple(self.arrivals)
                 waiter.set_result(None)
 
     def _agree(self) -> None:
@@ -182,5 +186,8 @@ class SimRendezvous:
         self._hall.leave(self._rank)
 
     def _note(self, what: str, tag: str) -> None:
+        scheduler = self._hall.scheduler
         if self._log is not None:
-            self._log.append((self._hall.scheduler.now_ns, what, "host", tag))
+            self._log.append((scheduler.now_ns, what, "host", tag))
+        if scheduler.trace is not None:
+            scheduler.trace.note(self._rank, what, "host", tag)

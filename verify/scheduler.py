@@ -13,9 +13,12 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verify.errors import Deadlock, Livelock, Orphan
+
+if TYPE_CHECKING:
+    from verify.trace import Trace
 
 
 class Actor(Protocol):
@@ -64,8 +67,9 @@ class Scheduler:
     that asyncio would not run so; it finds what depends on that order). patience_s: virtual seconds in
     which only timers of the ranks may fire while something is stuck, before that counts as a deadlock. livelock: steps
     in which neither the clock moves nor a device or rendezvous gets anywhere that count as a livelock.
-    `steps` counts all steps so far, `now_ns` is the virtual time in nanoseconds, `progress` grows whenever a device or
-    a rendezvous gets anywhere, `stuck` tells whether one of them has unfinished business.
+    `trace`, where set, follows which step had to come before which; `steps` counts all steps so far, `now_ns` is the
+    virtual time in nanoseconds, `progress` grows whenever a device or a rendezvous gets anywhere, `stuck` tells whether
+    one of them has unfinished business.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Scheduler:
         self.progress = 0
         self.running = False
         self.current: asyncio.AbstractEventLoop | None = None
+        self.trace: Trace | None = None
         self.failures: list[BaseException] = []
         self.witnesses: list[Callable[[], Iterable[str]]] = []
         self.stuck: Callable[[], bool] = bool
@@ -142,7 +147,12 @@ class Scheduler:
                         actor = enabled[picked]
                         del enabled[picked]
                     self.steps += 1
-                    actor.act()
+                    if self.trace is not None:
+                        self.trace.begin(actor)
+                        actor.act()
+                        self.trace.end()
+                    else:
+                        actor.act()
                     if self.failures:
                         raise self.failures.pop(0)
                     if self.steps - since > self._livelock:

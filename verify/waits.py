@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Site = tuple[str, int]
 """A file and a line."""
 
-_ROOMS = ("loop", "scheduler", "device", "collectives", "rendezvous", "waits")
+_ROOMS = ("lanes", "loop", "scheduler", "device", "collectives", "rendezvous", "waits")
 _MACHINERY = (
     str(Path(asyncio.__file__).parent),
     str(Path(kernel.step.__file__)),
@@ -26,9 +26,10 @@ _MACHINERY = (
 
 
 class Wait(asyncio.Future[None]):
-    """A future that knows what it stands for."""
+    """A future that knows what it stands for, and which steps of a trace had to happen before it was done."""
 
     what: str = ""
+    causes: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=4096)

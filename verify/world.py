@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from kernel.topology import World
+    from verify.trace import Trace
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class SimWorld:
     collective_ns: time of a collective once all members are resident. contention: see `verify.kernels.Chip`.
     latency_ns: of a rendezvous. skew: how late ranks arrive at it. choose: picks among enabled actors (None: the
     first). log: whether events are logged; long studies save memory without. permute, patience_s, livelock: see
-    `Scheduler`.
+    `Scheduler`. trace: follows which step had to come before which. loop: of a rank.
     A world runs once. Raises UsageError for a weight above the capacity.
     """
 
@@ -83,11 +84,14 @@ class SimWorld:
         log: bool = True,
         patience_s: float = 600.0,
         livelock: int = 2_000_000,
+        trace: Trace | None = None,
+        loop: Callable[[int, Scheduler], RankLoop] = RankLoop,
     ) -> None:
         if max(weights) > capacity:
             raise UsageError(f"a collective of {max(weights)} slots on a device of {capacity}: it could never start")
         self.world = world
         self.scheduler = scheduler = Scheduler(choose, permute, patience_s, livelock)
+        scheduler.trace = trace
         self.hall = Hall(world.size, scheduler, latency_ns, skew)
         communicators = Communicators(world, scheduler, collective_ns)
         clock = SimClock(scheduler)
@@ -98,7 +102,7 @@ class SimWorld:
             chip.idle = self._look
             device = SimDevice(chip, communicators, weights)
             rendezvous = SimRendezvous(self.hall, rank, lines if log else None)
-            self.ranks.append(SimRank(rank, RankLoop(rank, scheduler), device, rendezvous, clock, lines))
+            self.ranks.append(SimRank(rank, loop(rank, scheduler), device, rendezvous, clock, lines))
         scheduler.witnesses += [self._device_waits, self.hall.waits]
         scheduler.stuck = self._stuck
         self._mains: list[asyncio.Task[Any]] = []

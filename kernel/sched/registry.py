@@ -18,6 +18,7 @@ from kernel.sched.adaptive import Adaptive
 from kernel.sched.fine import Fine
 from kernel.sched.global_complete import GlobalComplete
 from kernel.sched.global_enqueue import GlobalEnqueue
+from kernel.sched.lean import Lean
 from kernel.sched.normal import Normal
 from kernel.sched.unordered import Unordered
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kernel.sched.policy import Limits, Policy
 
 GROUP = "turnstile.policies"
-BUILTIN: tuple[type[Any], ...] = (Normal, GlobalComplete, GlobalEnqueue, Fine, Adaptive, Unordered)
+BUILTIN: tuple[type[Any], ...] = (Normal, GlobalComplete, GlobalEnqueue, Fine, Lean, Adaptive, Unordered)
 
 
 def names() -> tuple[str, ...]:

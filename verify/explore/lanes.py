@@ -1,0 +1,193 @@
+"""A rank's event loop for exploration: each ready handle is an actor of its own, so that any order can be chosen.
+
+Two fidelities. `any`: ready handles of a rank in any order; more orders than production has, and the fewest conflicts,
+so that one run can stand for all. `fifo`: as in production, first in, first out; what comes from outside the rank (a
+rendezvous, a device) is delivered when the scheduler chooses, behind what is ready then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import events
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+
+from verify.explore.footprint import everything, touched
+from verify.loop import RankLoop, RankTask
+from verify.waits import Wait, call_site, place
+
+if TYPE_CHECKING:
+    import contextvars
+    from collections.abc import Callable, Generator
+
+    from verify.scheduler import Scheduler
+    from verify.trace import Trace
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_FORWARDERS = ("shield.<locals>._inner_done_callback", "shield.<locals>._outer_done_callback")
+
+
+class LaneTask(RankTask[T]):
+    """A task of which to await the end is a step of its own, also when it has ended already.
+
+    label: names it among all tasks of all ranks, the same in every schedule.
+    """
+
+    def __init__(self, number: int, coro: Any, label: str, **kwargs: Any) -> None:
+        self.label = label
+        super().__init__(number, coro, **kwargs)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if self.done():
+            ended = Wait(loop=self.get_loop())
+            ended.what, ended.causes = f"task {self.get_name()!r}", self.ended()
+            ended.set_result(None)
+            yield from ended.__await__()
+        return (yield from super().__await__())
+
+    def ended(self) -> tuple[int, ...]:
+        """The step in which it ended."""
+        loop = self.get_loop()
+        trace = loop.scheduler.trace if isinstance(loop, LaneLoop) else None
+        return trace.last(self) if trace is not None else ()
+
+
+class Turn:
+    """One ready handle: the right to run it once."""
+
+    __slots__ = ("_causes", "_name", "delivered", "handle", "lane", "loop", "plain")
+
+    def __init__(self, loop: LaneLoop, handle: events.Handle, lane: Any, name: str, causes: tuple[int, ...]) -> None:
+        self.loop, self.handle, self.lane, self._name, self._causes = loop, handle, lane, name, causes
+        self.delivered = True
+
+    def __str__(self) -> str:
+        return self._name if self.delivered else f"{self._name} delivered"
+
+    def causes(self) -> tuple[int, ...]:
+        """The step that made it ready, and what else had to happen."""
+        return self._causes
+
+    def act(self) -> None:
+        """Run the handle, or let it join the others that are ready."""
+        self.loop.take(self)
+
+
+class LaneLoop(RankLoop):
+    """See above. fifo: the fidelity."""
+
+    fifo = False
+
+    def __init__(self, rank: int = 0, scheduler: Scheduler | None = None) -> None:
+        super().__init__(rank, scheduler)
+        self._queue: deque[Turn] = deque()
+        self._numbers: dict[str, int] = {}
+        self._posts: dict[int, tuple[Any, list[int]]] = {}
+        self._because: tuple[int, ...] = ()
+
+    # -- becoming ready -----------------------------------------------------------------------------------------
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> events.Handle:
+        """As in asyncio; the handle becomes an actor."""
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        handle = events.Handle(callback, args, self, context)
+        owner = getattr(callback, "__self__", None)
+        causes: tuple[int, ...] = ()
+        if (trace := self.scheduler.trace) is not None:
+            causes = (trace.now, *self._because) if trace.now >= 0 else ()
+            if args and isinstance(args[0], Wait):
+                causes = (*causes, *args[0].causes)
+        lane, name = (owner, self._label(owner)) if isinstance(owner, asyncio.Task) else self._anonymous(callback)
+        self._ready_now(Turn(self, handle, lane, name, causes))
+        return handle
+
+    def _anonymous(self, callback: Any) -> tuple[Any, str]:
+        """A lane of its own, named after what created it, so that it has the same name in every schedule."""
+        trace = self.scheduler.trace
+        creator = trace.names[trace.now] if trace is not None and trace.now >= 0 else ""
+        name = f"{self}: {getattr(callback, '__name__', 'callback')} after {creator.removeprefix(f'{self}: ')}"
+        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        name = f"{name} ({number})" if number > 1 else name
+        return name, name
+
+    def _label(self, task: asyncio.Task[Any]) -> str:
+        return task.label if isinstance(task, LaneTask) else f"{self}: {task.get_name()}"
+
+    def _ready_now(self, turn: Turn) -> None:
+        if not self.fifo:
+            self.scheduler.enable(turn)
+        elif self._acting:
+            self._join_queue(turn)
+        else:
+            turn.delivered = False
+            self.scheduler.enable(turn)
+
+    def _join_queue(self, turn: Turn) -> None:
+        turn.delivered = True
+        if self.scheduler.trace is not None:
+            self.scheduler.trace.touch("ready", self.rank)
+        self._queue.append(turn)
+        if len(self._queue) == 1 and not self._acting:
+            self.scheduler.enable(turn)
+
+    def _join(self, handle: events.TimerHandle) -> None:
+        """A timer is due."""
+        handle._scheduled = False  # type: ignore[attr-defined]
+        self._ready_now(Turn(self, handle, f"{self}: timer", f"{self}: timer", ()))
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
+    ) -> events.TimerHandle:
+        """As in asyncio; the trace remembers that a rank looked at the clock, and where."""
+        if self.scheduler.trace is not None and not self.scheduler.trace.clock:
+            self.scheduler.trace.clock = place(call_site())
+        return super().call_at(when, callback, *args, context=context)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def take(self, turn: Turn) -> None:
+        """Run a handle, or deliver one that came from outside."""
+        if not turn.delivered:
+            self._join_queue(turn)
+            return
+        if self.fifo and self._queue and self._queue[0] is turn:
+            self._queue.popleft()
+        trace = self.scheduler.trace
+        if trace is not None:
+            self._touch(trace, turn)
+        self._enter()
+        try:
+            if not turn.handle._cancelled:
+                turn.handle._run()
+        finally:
+            self._acting, self._because = False, ()
+            if self.fifo and self._queue:
+                self.scheduler.enable(self._queue[0])
+
+    def _touch(self, trace: Trace, turn: Turn) -> None:
+        """What a handle may do to what the tasks of a rank share: nothing where it only waits, else anything."""
+        callback = turn.handle._callback  # type: ignore[attr-defined]
+        if isinstance(turn.lane, asyncio.Task):
+            for thing in touched(turn.lane, self.rank):
+                trace.touch(*thing)
+            return
+        if getattr(callback, "__func__", None) is asyncio.TaskGroup._on_task_done:
+            # The children of a group end in any order; its owner goes on after all of them.
+            group, posts = self._posts.setdefault(id(callback.__self__), (callback.__self__, []))
+            posts.append(trace.now)
+            self._because = tuple(posts) if group._on_completed_fut is not None else ()
+        elif getattr(callback, "__qualname__", "") not in _FORWARDERS:
+            for thing in everything(self.rank):
+                trace.touch(*thing)
+
+    # -- tasks --------------------------------------------------------------------------------------------------
+
+    def _task(self, number: int, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        name = f"{self}: {kwargs.get('name')}"
+        count = self._numbers[name] = self._numbers.get(name, 0) + 1
+        return LaneTask(number, coro, f"{name} #{count}" if count > 1 else name, **kwargs)
