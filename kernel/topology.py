@@ -85,7 +85,11 @@ class World:
 
     def members(self, role: Role, rank: int) -> tuple[int, ...]:
         """The group of `role` that `rank` belongs to."""
-        return next(group for group in self.groups[role] if rank in group)
+        return self._group_of[role, rank]
+
+    @cached_property
+    def _group_of(self) -> dict[tuple[Role, int], tuple[int, ...]]:
+        return {(role, rank): group for role, groups in self.groups.items() for group in groups for rank in group}
 
     def under(self, route: str | None) -> World:
         """This world with `auto` resolved: to `route`, a policy's wish, or else to `paper`."""

@@ -37,15 +37,16 @@ class Shape(NamedTuple):
 class Instance:
     """One collective: the n-th of its communicator."""
 
-    __slots__ = ("communicator", "first", "kernels", "number", "resident", "shape")
+    __slots__ = ("communicator", "first", "kernels", "name", "number", "resident", "shape")
 
     def __init__(self, communicator: Communicator, number: int, shape: Shape, first: tuple[int, Site]) -> None:
         self.communicator, self.number, self.shape, self.first = communicator, number, shape, first
+        self.name = f"{communicator.name} #{number}"
         self.kernels: dict[int, Kernel] = {}
         self.resident = 0
 
     def __str__(self) -> str:
-        return f"{self.communicator} #{self.number}"
+        return self.name
 
     def joined(self, kernel: Kernel) -> None:
         """A member's kernel is resident; the last one lets all of them run."""
@@ -91,9 +92,10 @@ class Communicator:
         self.open: dict[int, Instance] = {}
         self._calls = dict.fromkeys(members, 0)
         self._phase, self._role = str(phase), str(role)
+        self.name = f"{phase} {role}{{{','.join(map(str, members))}}}"
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.role}{{{','.join(map(str, self.members))}}}"
+        return self.name
 
     def kernel(self, rank: int, shape: Shape, weight: int) -> Kernel:
         """The kernel of `rank`'s next call. Raises Mismatch when an earlier member's call is another collective."""

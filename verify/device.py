@@ -48,8 +48,8 @@ class SimEvent(Generic[T]):
 
     async def wait(self) -> T:
         """Suspend the task until the device has finished it; its value, or the exception it raised."""
-        if not self._done or self._scheduler.trace is not None:
-            # In a trace to wait is a step of its own, also for what has happened already (facts of Kahn's kind).
+        trace = self._scheduler.trace
+        if not self._done or (trace is not None and trace.split):
             waiter = Wait()
             waiter.what = self.name
             if self._done:

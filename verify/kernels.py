@@ -98,6 +98,7 @@ class Queue:
 
     def __init__(self, chip: Chip, phase: Phase) -> None:
         self.chip, self.phase = chip, phase
+        self.name = f"rank {chip.rank} stream {phase}"
         self.items: deque[Kernel] = deque()
         self.edges: list[Kernel] = []
         self.tail: Kernel | None = None
@@ -106,7 +107,7 @@ class Queue:
         self.freed: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"rank {self.chip.rank} stream {self.phase}"
+        return self.name
 
     def append(self, kernel: Kernel) -> None:
         """Enqueue a kernel behind all others; it also waits for the events that this queue was told to wait for."""
@@ -188,6 +189,7 @@ class Chip:
         self.rank, self.scheduler, self.capacity, self.contention, self.log = rank, scheduler, capacity, contention, log
         self.queues = {phase: Queue(self, phase) for phase in Phase}
         self.width, self.least = 2, 1
+        self.quiet = log is None and (scheduler.trace is None or not scheduler.trace.keep_notes)
         self.outstanding = 0
         self.idle: Callable[[], None] | None = None
         self._used = 0
@@ -197,6 +199,8 @@ class Chip:
 
     def note(self, what: str, where: str, which: str) -> None:
         """Write a line of the log."""
+        if self.quiet:
+            return
         if self.log is not None:
             self.log.append((self.scheduler.now_ns, what, where, which))
         if self.scheduler.trace is not None:

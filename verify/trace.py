@@ -39,10 +39,12 @@ class Trace:
 
     now: the step being taken, -1 outside. names: the actor of each step. before: the steps right before each. things:
     what each touched. races: in order of their second step. notes: for people. clock: where a rank asked for time, if
-    one did: what it does then depends on more than the schedule.
+    one did: what it does then depends on more than the schedule. split: to wait is a step of its own also for what has
+    happened already; otherwise, as in asyncio, only for what has not.
     """
 
     keep_notes: bool = True
+    split: bool = True
     now: int = -1
     names: list[str] = field(default_factory=list)
     before: list[tuple[int, ...]] = field(default_factory=list)
@@ -59,9 +61,11 @@ class Trace:
     def begin(self, actor: Any) -> None:
         """A step of `actor` begins: after its own last one and after its causes."""
         self.now = step = len(self.names)
-        lane = getattr(actor, "lane", actor)
-        causes = getattr(actor, "causes", None)
-        before = causes() if causes is not None else ()
+        try:
+            lane, before = actor.lane, actor.causes()
+        except AttributeError:
+            causes = getattr(actor, "causes", None)
+            lane, before = actor, causes() if causes is not None else ()
         last = self._lanes.get(lane)
         if last is not None:
             before = (*before, last)
@@ -121,3 +125,22 @@ class Trace:
                 seen.add(step)
                 todo += [each for each in before[step] if each >= first]
         return False
+
+    def lazily(self) -> list[int]:
+        """The steps in another order that means the same: each as late as possible before one that touches something.
+
+        Every chain of causes stays whole then, so that it can be delivered at once.
+        """
+        order: list[int] = []
+        taken = bytearray(len(self.names))
+        wanted = [step for step, things in enumerate(self.things) if things]
+        for target in (*wanted, *range(len(self.names))):
+            todo, chain = [target], []
+            while todo:
+                step = todo.pop()
+                if not taken[step]:
+                    taken[step] = 1
+                    chain.append(step)
+                    todo += self.before[step]
+            order += sorted(chain)
+        return order

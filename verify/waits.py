@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 Site = tuple[str, int]
 """A file and a line."""
 
-_ROOMS = ("lanes", "loop", "scheduler", "device", "collectives", "rendezvous", "waits")
+_ROOMS = ("loop", "scheduler", "device", "collectives", "rendezvous", "waits")
 _MACHINERY = (
     str(Path(asyncio.__file__).parent),
     str(Path(kernel.step.__file__)),
     *(str(Path(__file__).with_name(f"{room}.py")) for room in _ROOMS),
+    str(Path(__file__).with_name("explore")),
 )
 
 

@@ -29,13 +29,13 @@ class Unordered(Planner):
 
     async def turn(self, gate: Gate) -> None:
         async with asyncio.TaskGroup() as both:
-            both.create_task(self._prefill(gate), name="unordered P")
             both.create_task(self._decode(gate), name="unordered D")
-
-    async def _prefill(self, gate: Gate) -> None:
-        await gate.completed()
-        gate.release(gate.plan.span)
+            both.create_task(self._prefill(gate), name="unordered P")
 
     async def _decode(self, gate: Gate) -> None:
         await gate.drained()
         gate.launch_decode()
+
+    async def _prefill(self, gate: Gate) -> None:
+        await gate.completed()
+        gate.release(gate.plan.span)

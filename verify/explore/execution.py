@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kernel.errors import PolicyError, TurnstileError
 from verify.blame import Class
-from verify.errors import Deadlock, Livelock, Mismatch, Outside
-from verify.explore.lanes import LaneLoop
+from verify.errors import Deadlock
+from verify.explore.lanes import LaneLoop, Turn
+from verify.findings import Finding, from_error
 from verify.trace import Trace
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 class Program(Protocol):
     """What is explored: builds a `verify.world.SimWorld` with these options, runs it once and returns what came of it.
 
-    It raises what a rank raises, Deadlock and Livelock. A result that has `findings`, and not an empty one, counts as a
-    failure too.
+    It raises what a rank raises, Deadlock and Livelock, or returns something with `findings` (`verify.findings`) and
+    `error`, as `verify.enact.run` does.
     """
 
     def __call__(self, **options: Any) -> Any: ...
@@ -30,11 +31,12 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in one execution. cause: an exception, or the finding that says so."""
+    """What went wrong in one execution. rule: that was broken. cause: an exception, or the finding that says so."""
 
     cls: Class
     say: str
     cause: Any
+    rule: str = ""
 
 
 class Cut(BaseException):
@@ -43,12 +45,26 @@ class Cut(BaseException):
 
 @dataclass(frozen=True)
 class Execution:
-    """trace: its steps. failure: what went wrong, or None. value: what the program returned. cut: it was not ended."""
+    """One run.
+
+    trace: its steps. failures: what went wrong, one of each rule. value: what the program returned. cut: it was not
+    ended, since others cover it. broken: it ended early, by an error, and shows nothing about what would have followed.
+    """
 
     trace: Trace
-    failure: Failure | None = None
+    failures: tuple[Failure, ...] = ()
     value: Any = None
     cut: bool = False
+    broken: bool = False
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first thing that went wrong."""
+        return self.failures[0] if self.failures else None
+
+    def fails(self, rule: str) -> Failure | None:
+        """The failure of a rule."""
+        return next((each for each in self.failures if each.rule == rule), None)
 
 
 class FifoLoop(LaneLoop):
@@ -59,38 +75,28 @@ class FifoLoop(LaneLoop):
 
 def execute(program: Program, choose: Choose | None = None, fifo: bool = False, notes: bool = False) -> Execution:
     """Run `program` once. choose: among enabled actors, the oldest first (None: always the oldest)."""
-    trace = Trace(keep_notes=notes)
+    trace = Trace(keep_notes=notes, split=not fifo)
     loop: Callable[[int, Scheduler], LaneLoop] = FifoLoop if fifo else LaneLoop
+    collects = gc.isenabled()
+    gc.disable()  # finalizers would run at places that no schedule has chosen, and a run makes little that is cyclic
     try:
         value = program(choose=choose, trace=trace, loop=loop, log=False)
     except Cut:
         return Execution(trace, cut=True)
     except Exception as error:
-        return Execution(trace, Failure(classify(error), say(error), error))
-    findings = getattr(value, "findings", ())
-    if findings:
-        return Execution(trace, Failure(findings[0].cls, findings[0].say, findings[0]), value)
-    return Execution(trace, None, value)
+        return Execution(trace, (_failure(from_error(error), error),), broken=True)
+    finally:
+        if collects:
+            gc.enable()
+    error = getattr(value, "error", None)
+    found = tuple(_failure(finding, error) for finding in getattr(value, "findings", ()))
+    return Execution(trace, found, value, broken=error is not None)
 
 
-def classify(error: BaseException) -> Class:
-    """The class of what a simulated run raised. Whether a deadlock has a cycle is seen from its world."""
-    if isinstance(error, Deadlock):
-        return Class.TIMEOUT if error.only_timers else getattr(error, "cls", Class.CYCLE)
-    if isinstance(error, Livelock):
-        return Class.STARVATION
-    if isinstance(error, Mismatch):
-        return Class.MISMATCH
-    if isinstance(error, Outside):
-        return Class.OUTSIDE
-    if isinstance(error, TurnstileError) and not isinstance(error, PolicyError):
-        return Class.RULE
-    return Class.EXCEPTION
-
-
-def say(error: BaseException) -> str:
-    """One line."""
-    return str(error) if isinstance(error, TurnstileError) else f"{type(error).__name__}: {error}"
+def _failure(finding: Finding, error: BaseException | None) -> Failure:
+    cyclic = isinstance(error, Deadlock) and finding.cls is Class.CYCLE
+    cls = getattr(error, "cls", finding.cls) if cyclic else finding.cls
+    return Failure(cls, finding.say, error or finding, finding.rule)
 
 
 class Recorded:
@@ -149,6 +155,12 @@ def follow(names: Sequence[str]) -> Choose:
     beyond = len(names)
 
     def place(actor: Actor) -> int:
+        if isinstance(actor, Turn) and (line := actor.line):
+            # Whoever is first in a rank's line holds up those behind it.
+            return min(own(turn) for turn in line)
+        return own(actor)
+
+    def own(actor: Actor) -> int:
         ahead = places.get(str(actor).removesuffix(" delivered"))
         return ahead[-1] if ahead else beyond
 

@@ -18,7 +18,7 @@ from verify.waits import Wait, call_site, place
 
 if TYPE_CHECKING:
     import contextvars
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Coroutine, Generator
 
     from verify.scheduler import Scheduler
     from verify.trace import Trace
@@ -30,22 +30,31 @@ _FORWARDERS = ("shield.<locals>._inner_done_callback", "shield.<locals>._outer_d
 
 
 class LaneTask(RankTask[T]):
-    """A task of which to await the end is a step of its own, also when it has ended already.
+    """A task of which to await the end is a step of its own, also when it has ended already."""
 
-    label: names it among all tasks of all ranks, the same in every schedule.
-    """
+    _label = ""
 
-    def __init__(self, number: int, coro: Any, label: str, **kwargs: Any) -> None:
-        self.label = label
-        super().__init__(number, coro, **kwargs)
+    @property
+    def label(self) -> str:
+        """Names it among all tasks of all ranks, the same in every schedule."""
+        if not self._label:
+            # Not before it is asked for: a TaskGroup names its tasks after it has made them.
+            loop = self.get_loop()
+            name = f"{loop}: {self.get_name()}"
+            self._label = loop.unique(name) if isinstance(loop, LaneLoop) else name
+        return self._label
 
     def __await__(self) -> Generator[Any, None, T]:
-        if self.done():
+        if self.done() and self._split():
             ended = Wait(loop=self.get_loop())
             ended.what, ended.causes = f"task {self.get_name()!r}", self.ended()
             ended.set_result(None)
             yield from ended.__await__()
         return (yield from super().__await__())
+
+    def _split(self) -> bool:
+        loop = self.get_loop()
+        return isinstance(loop, LaneLoop) and loop.scheduler.trace is not None and loop.scheduler.trace.split
 
     def ended(self) -> tuple[int, ...]:
         """The step in which it ended."""
@@ -55,16 +64,23 @@ class LaneTask(RankTask[T]):
 
 
 class Turn:
-    """One ready handle: the right to run it once."""
+    """One ready handle: the right to run it once. lane: its task, or a name of its own."""
 
-    __slots__ = ("_causes", "_name", "delivered", "handle", "lane", "loop", "plain")
+    __slots__ = ("_causes", "delivered", "handle", "lane", "loop")
 
-    def __init__(self, loop: LaneLoop, handle: events.Handle, lane: Any, name: str, causes: tuple[int, ...]) -> None:
-        self.loop, self.handle, self.lane, self._name, self._causes = loop, handle, lane, name, causes
+    def __init__(self, loop: LaneLoop, handle: events.Handle, lane: Any, causes: tuple[int, ...]) -> None:
+        self.loop, self.handle, self.lane, self._causes = loop, handle, lane, causes
         self.delivered = True
 
     def __str__(self) -> str:
-        return self._name if self.delivered else f"{self._name} delivered"
+        lane = self.lane
+        name = lane if isinstance(lane, str) else getattr(lane, "label", "") or f"{self.loop}: {lane.get_name()}"
+        return name if self.delivered else f"{name} delivered"
+
+    @property
+    def line(self) -> tuple[Turn, ...]:
+        """At the fidelity `fifo`, where it is the first of its rank's ready handles: all of them."""
+        return self.loop.line if self.delivered else ()
 
     def causes(self) -> tuple[int, ...]:
         """The step that made it ready, and what else had to happen."""
@@ -87,6 +103,11 @@ class LaneLoop(RankLoop):
         self._posts: dict[int, tuple[Any, list[int]]] = {}
         self._because: tuple[int, ...] = ()
 
+    @property
+    def line(self) -> tuple[Turn, ...]:
+        """What is ready and ordered (`fifo` only)."""
+        return tuple(self._queue)
+
     # -- becoming ready -----------------------------------------------------------------------------------------
 
     def call_soon(
@@ -102,21 +123,22 @@ class LaneLoop(RankLoop):
             causes = (trace.now, *self._because) if trace.now >= 0 else ()
             if args and isinstance(args[0], Wait):
                 causes = (*causes, *args[0].causes)
-        lane, name = (owner, self._label(owner)) if isinstance(owner, asyncio.Task) else self._anonymous(callback)
-        self._ready_now(Turn(self, handle, lane, name, causes))
+        lane: Any = owner if isinstance(owner, asyncio.Task) else None
+        if lane is None:
+            lane = f"{self}: {self._after(getattr(callback, '__name__', 'callback'))}"
+        self._ready_now(Turn(self, handle, lane, causes))
         return handle
 
-    def _anonymous(self, callback: Any) -> tuple[Any, str]:
-        """A lane of its own, named after what created it, so that it has the same name in every schedule."""
+    def _after(self, what: str) -> str:
+        """A name after the step that is being taken: what others do meanwhile does not change it."""
         trace = self.scheduler.trace
-        creator = trace.names[trace.now] if trace is not None and trace.now >= 0 else ""
-        name = f"{self}: {getattr(callback, '__name__', 'callback')} after {creator.removeprefix(f'{self}: ')}"
-        number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        name = f"{name} ({number})" if number > 1 else name
-        return name, name
+        creator = trace.names[trace.now].removeprefix(f"{self}: ") if trace is not None and trace.now >= 0 else "start"
+        return self.unique(f"{what} after {creator}")
 
-    def _label(self, task: asyncio.Task[Any]) -> str:
-        return task.label if isinstance(task, LaneTask) else f"{self}: {task.get_name()}"
+    def unique(self, name: str) -> str:
+        """`name`, with a number from its second use on."""
+        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        return f"{name} #{number}" if number > 1 else name
 
     def _ready_now(self, turn: Turn) -> None:
         if not self.fifo:
@@ -138,7 +160,7 @@ class LaneLoop(RankLoop):
     def _join(self, handle: events.TimerHandle) -> None:
         """A timer is due."""
         handle._scheduled = False  # type: ignore[attr-defined]
-        self._ready_now(Turn(self, handle, f"{self}: timer", f"{self}: timer", ()))
+        self._ready_now(Turn(self, handle, f"{self}: timer", ()))
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
@@ -187,7 +209,16 @@ class LaneLoop(RankLoop):
 
     # -- tasks --------------------------------------------------------------------------------------------------
 
+    def create_task(
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+        **kwargs: Any,
+    ) -> asyncio.Task[T]:
+        """As in asyncio; a task without a name is named after the one that made it."""
+        return super().create_task(coro, name=name or self._after("task"), context=context, **kwargs)
+
     def _task(self, number: int, coro: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        name = f"{self}: {kwargs.get('name')}"
-        count = self._numbers[name] = self._numbers.get(name, 0) + 1
-        return LaneTask(number, coro, f"{name} #{count}" if count > 1 else name, **kwargs)
+        return LaneTask(number, coro, **kwargs)
