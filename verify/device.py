@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kernel.errors import ModelError, OrderViolation, RankLost
 from kernel.request import Phase
 from verify.collectives import Communicators, Shape
 from verify.kernels import Chip, Kernel, Queue
+from verify.launches import Launch, Launches
 from verify.waits import Wait
 
 if TYPE_CHECKING:
@@ -160,12 +162,22 @@ class SimDevice:
     """`kernel.ports.Device` of one rank.
 
     chip: the hardware. communicators: of the whole world. weights: slots that a collective of each phase takes.
+    launches: the bounded way of the host into the device; None: it never waits. graphs: each D iteration is one launch.
     """
 
     deferred = False
 
-    def __init__(self, chip: Chip, communicators: Communicators, weights: tuple[int, int] = (1, 1)) -> None:
+    def __init__(
+        self,
+        chip: Chip,
+        communicators: Communicators,
+        weights: tuple[int, int] = (1, 1),
+        launches: Launches | None = None,
+        graphs: bool = False,
+    ) -> None:
         self.rank, self.chip = chip.rank, chip
+        self.launches, self.graphs = launches, graphs
+        self._graph: Launch | None = None
         self.layout: Layout = SimLayout()
         self._communicators = communicators
         self._weights = dict(zip((Phase.D, Phase.P), weights, strict=True))
@@ -178,6 +190,11 @@ class SimDevice:
         self._closed = False
         self._open: dict[Kernel, SimEvent[Any]] = {}
         self.failed: list[SimEvent[Any]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything enqueued has not finished."""
+        return bool(self.chip.outstanding or self.launches)
 
     # -- the port -----------------------------------------------------------------------------------------------
 
@@ -203,6 +220,8 @@ class SimDevice:
             return
         self._closed = True
         self.chip.drop()
+        if self.launches is not None:
+            self.launches.drop()
         for kernel, event in list(self._open.items()):
             if kernel.dropped:
                 del self._open[kernel]
@@ -226,6 +245,8 @@ class SimDevice:
         queue = self.chip.queues[phase]
         self._touch(phase)
         self._active, self._target = phase, queue
+        if self.launches is not None and self.graphs and phase is Phase.D:
+            self._graph = Launch(queue)
         try:
             event.returned(work())
         except Exception as error:
@@ -233,15 +254,18 @@ class SimDevice:
             self.failed.append(event)
         finally:
             self._active = self._target = None
+            graph, self._graph = self._graph, None
+        if graph is not None and graph.kernels and self.launches is not None:
+            self.launches.add(graph)
         marker = Kernel(label, then=lambda: self._finished(marker))
         self._open[marker] = event
-        queue.append(marker)
+        self._put(queue, marker)
         return event
 
     def compute(self, label: str, duration_ns: int) -> Kernel:
         """Enqueue a compute kernel on the stream whose work is running; the kernel."""
         kernel = Kernel(label, duration_ns=duration_ns)
-        self._queue("compute").append(kernel)
+        self._put(self._queue("compute"), kernel)
         return kernel
 
     def collective(self, phase: Phase, role: Role, op: str, rows: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,7 +274,7 @@ class SimDevice:
         if phase is not self._active:
             raise OrderViolation(f"rank {self.rank} used the {role} communicator of {phase} in work of {self._active}")
         communicator = self._communicators.of(phase, role, self.rank)
-        queue.append(communicator.kernel(self.rank, Shape(op, rows, queue.phase), self._weights[phase]))
+        self._put(queue, communicator.kernel(self.rank, Shape(op, rows, queue.phase), self._weights[phase]))
         return communicator.members
 
     def routed(self, work: Callable[[], T]) -> T:
@@ -259,15 +283,39 @@ class SimDevice:
             raise OrderViolation(f"rank {self.rank} routes a collective outside P's work")
         mine, theirs = self._target, self.chip.queues[Phase.D]
         self._touch(Phase.D)
-        theirs.edges += mine.record()
+        self._join(theirs, mine)
         self._target = theirs
         try:
             return work()
         finally:
             self._target = mine
-            mine.edges += theirs.record()
+            self._join(mine, theirs)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _put(self, queue: Queue, kernel: Kernel) -> None:
+        kernel.queue = queue
+        if self._graph is not None:
+            self._graph.kernels.append(kernel)
+        elif self.launches is None:
+            queue.append(kernel)
+        elif kernel.marker:
+            self.launches.add(partial(queue.append, kernel))
+        else:
+            launch = Launch(queue)
+            launch.kernels.append(kernel)
+            self.launches.add(launch)
+
+    def _join(self, later: Queue, earlier: Queue) -> None:
+        """What comes next on `later` waits for what is on `earlier` now."""
+
+        def join() -> None:
+            later.edges += earlier.record()
+
+        if self.launches is None:
+            join()
+        else:
+            self.launches.add(join)
 
     def _touch(self, phase: Phase) -> None:
         """Order on a stream matters."""

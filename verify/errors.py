@@ -16,9 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernel.errors import TurnstileError
+from verify.blame import Class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from verify.stuck import Standstill
 
 SHOWN = 6
 """Waits that a one-line message names; `waits` has all of them."""
@@ -34,11 +37,28 @@ class Stuck(TurnstileError):
 
 
 class Deadlock(Stuck):
-    """Nothing is enabled. only_timers: only timeouts of the ranks' own code could still fire."""
+    """Nothing is enabled. only_timers: only timeouts of the ranks' own code could still fire.
+
+    standstill: who waits for whom, from a `verify.world.SimWorld`; None where no world was looked at.
+    """
+
+    standstill: Standstill | None = None
 
     def __init__(self, waits: Sequence[str], at_ns: int, only_timers: bool = False) -> None:
         super().__init__("only timers make progress, a deadlock" if only_timers else "deadlock", waits, at_ns)
         self.only_timers = only_timers
+
+    @property
+    def cls(self) -> Class:
+        """Cycle, missing, timeout or outside."""
+        if self.standstill is not None:
+            return self.standstill.cls
+        return Class.TIMEOUT if self.only_timers else Class.CYCLE
+
+    @property
+    def chain(self) -> tuple[str, ...]:
+        """The cycle, or what leads to the missing rank, in words."""
+        return self.standstill.chain if self.standstill is not None else ()
 
 
 class Livelock(Stuck):

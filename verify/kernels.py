@@ -18,6 +18,7 @@ from kernel.request import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from verify.launches import Launches
     from verify.scheduler import Alarm, Scheduler
     from verify.trace import Trace
 
@@ -192,6 +193,7 @@ class Chip:
         self.quiet = log is None and (scheduler.trace is None or not scheduler.trace.keep_notes)
         self.outstanding = 0
         self.idle: Callable[[], None] | None = None
+        self.launches: Launches | None = None
         self._used = 0
         self._holders: list[Kernel] = []
         self._hardware: list[Kernel] = []
@@ -277,6 +279,8 @@ class Chip:
             kernel.queue.look()
         for queue in kernel.heirs:
             queue.look()
+        if self.launches is not None:
+            self.launches.look()
         if not self.outstanding and self.idle is not None:
             self.idle()
 

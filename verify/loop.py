@@ -15,6 +15,7 @@ import weakref
 from asyncio import events
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from verify.errors import Outside
@@ -23,6 +24,8 @@ from verify.waits import call_site, describe, place
 
 if TYPE_CHECKING:
     import contextvars
+
+    from verify.launches import Launches
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -73,7 +76,7 @@ class RankLoop(asyncio.AbstractEventLoop):
     """The event loop of one rank.
 
     rank: its number, for names and messages. scheduler: shared by all ranks of a world; one of its own by default, so
-    that `asyncio.Runner(loop_factory=RankLoop)` runs a program of one rank.
+    that `asyncio.Runner(loop_factory=RankLoop)` runs a program of one rank. `host`, where set, makes it stand still.
     """
 
     slow_callback_duration = 0.1
@@ -93,6 +96,7 @@ class RankLoop(asyncio.AbstractEventLoop):
         self._asyncgens: weakref.WeakKeyDictionary[AsyncGenerator[Any, Any], int] = weakref.WeakKeyDictionary()
         self._asyncgen_hooks = (self._asyncgen_firstiter, self._asyncgen_finalizer)
         self._thread = threading.get_ident()
+        self.host: Launches | None = None
         self.scheduler.witnesses.append(self.waits)
 
     def __str__(self) -> str:
@@ -104,6 +108,9 @@ class RankLoop(asyncio.AbstractEventLoop):
         """Run one batch of handles; one handle where somebody chooses among the actors."""
         ready, scheduler, due = self._ready, self.scheduler, self._due
         choose = scheduler.choose
+        if self.host:
+            self.host.clear.append(partial(scheduler.enable, self))
+            return
         if not self._batch or scheduler.permute:
             while due:
                 ready.append(heapq.heappop(due)[2])
@@ -114,10 +121,13 @@ class RankLoop(asyncio.AbstractEventLoop):
             ready.rotate(-choose([_Ready(self, handle) for handle in ready]))
         self._enter()
         try:
-            for _ in range(count):
+            for ran in range(1, count + 1):
                 handle = ready.popleft()
                 if not handle._cancelled:
                     handle._run()
+                if self.host:
+                    self._batch += count - ran
+                    break
         finally:
             self._acting = False
             if self._batch:

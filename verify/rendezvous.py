@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kernel.errors import Divergence, RankLost, UsageError
@@ -11,6 +12,7 @@ from verify.waits import Wait
 
 if TYPE_CHECKING:
     from verify.kernels import Entry
+    from verify.launches import Launches
     from verify.scheduler import Scheduler
 
 LIMIT = 4000
@@ -159,6 +161,7 @@ class SimRendezvous:
 
     def __init__(self, hall: Hall, rank: int, log: list[Entry] | None = None) -> None:
         self._hall, self._rank, self._log = hall, rank, log
+        self.host: Launches | None = None
         self._count = 0
         self._pending = ""
 
@@ -170,6 +173,11 @@ class SimRendezvous:
         if self._pending:
             raise UsageError(f"rank {rank} rendezvous {tag!r} while {self._pending!r} is pending: await one at a time")
         number, self._count, self._pending = self._count, self._count + 1, tag
+        while self.host:
+            clear = Wait()
+            clear.what = "room in the launch queue"
+            self.host.clear.append(partial(clear.set_result, None))
+            await clear
         self._note("arrive", tag)
         meeting, waiter = hall.arrive(number, rank, tag, bytes(payload))
         try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import kernel.step
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from types import FrameType
 
 Site = tuple[str, int]
@@ -27,10 +28,19 @@ _MACHINERY = (
 
 
 class Wait(asyncio.Future[None]):
-    """A future that knows what it stands for, and which steps of a trace had to happen before it was done."""
+    """A future that knows what it stands for, and which steps of a trace had to happen before it was done.
+
+    To await it suspends the task, also when it is done already.
+    """
 
     what: str = ""
     causes: tuple[int, ...] = ()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if self.done():
+            self._asyncio_future_blocking = True
+            yield self
+        return (yield from super().__await__())
 
 
 @lru_cache(maxsize=4096)

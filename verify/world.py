@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kernel.errors import UsageError
 from verify.collectives import Communicators, Cost
 from verify.device import SimDevice
+from verify.errors import Deadlock
 from verify.kernels import Chip, Entry
+from verify.launches import Launches
 from verify.loop import RankLoop
 from verify.rendezvous import Hall, SimRendezvous, Skew
 from verify.scheduler import Choose, Scheduler
+from verify.stuck import examine
 
 if TYPE_CHECKING:
     import asyncio
@@ -65,7 +68,8 @@ class SimWorld:
     collective_ns: time of a collective once all members are resident. contention: see `verify.kernels.Chip`.
     latency_ns: of a rendezvous. skew: how late ranks arrive at it. choose: picks among enabled actors (None: the
     first). log: whether events are logged; long studies save memory without. permute, patience_s, livelock: see
-    `Scheduler`. trace: follows which step had to come before which. loop: of a rank.
+    `Scheduler`. trace: follows which step had to come before which. loop: of a rank. depth: of
+    its launch queues, None for endless. graphs: each D iteration is one launch, see `verify.launches`.
     A world runs once. Raises UsageError for a weight above the capacity.
     """
 
@@ -86,7 +90,11 @@ class SimWorld:
         livelock: int = 2_000_000,
         trace: Trace | None = None,
         loop: Callable[[int, Scheduler], RankLoop] = RankLoop,
+        depth: int | None = None,
+        graphs: bool = False,
     ) -> None:
+        if depth is not None and depth < 1:
+            raise UsageError(f"a launch queue of depth {depth}: at least one launch fits")
         if max(weights) > capacity:
             raise UsageError(f"a collective of {max(weights)} slots on a device of {capacity}: it could never start")
         self.world = world
@@ -100,9 +108,12 @@ class SimWorld:
             lines: list[Entry] = []
             chip = Chip(rank, scheduler, capacity, contention, lines if log else None)
             chip.idle = self._look
-            device = SimDevice(chip, communicators, weights)
+            launches = Launches(rank, scheduler, depth) if depth is not None else None
+            device = SimDevice(chip, communicators, weights, launches, graphs)
             rendezvous = SimRendezvous(self.hall, rank, lines if log else None)
-            self.ranks.append(SimRank(rank, loop(rank, scheduler), device, rendezvous, clock, lines))
+            own = loop(rank, scheduler)
+            chip.launches = rendezvous.host = own.host = launches
+            self.ranks.append(SimRank(rank, own, device, rendezvous, clock, lines))
         scheduler.witnesses += [self._device_waits, self.hall.waits]
         scheduler.stuck = self._stuck
         self._mains: list[asyncio.Task[Any]] = []
@@ -125,6 +136,9 @@ class SimWorld:
             self.scheduler.run()
             self._check_orphans()
             return [task.result() for task in self._mains]
+        except Deadlock as error:
+            error.standstill = examine(self, error.only_timers)
+            raise
         finally:
             self._close()
 
@@ -150,11 +164,11 @@ class SimWorld:
 
     def _look(self) -> None:
         """The run is over once all ranks have returned and all devices are idle."""
-        if not self._unfinished and not any(ports.device.chip.outstanding for ports in self.ranks):
+        if not self._unfinished and not any(ports.device.busy for ports in self.ranks):
             self.scheduler.stop()
 
     def _stuck(self) -> bool:
-        return bool(self.hall.open) or any(ports.device.chip.outstanding for ports in self.ranks)
+        return bool(self.hall.open) or any(ports.device.busy for ports in self.ranks)
 
     def _device_waits(self) -> Iterator[str]:
         for ports in self.ranks:
@@ -174,6 +188,9 @@ class SimWorld:
 
     def _close(self) -> None:
         """Cancel what is left, as asyncio.run does, and let it end quietly."""
+        for ports in self.ranks:
+            if ports.device.launches is not None:
+                ports.device.launches.drop()
         for _ in range(3):
             left = [task for ports in self.ranks for task in ports.loop.pending()]
             if not left:

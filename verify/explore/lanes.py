@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import events
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from verify.explore.footprint import everything, touched
@@ -85,6 +86,10 @@ class Turn:
     def causes(self) -> tuple[int, ...]:
         """The step that made it ready, and what else had to happen."""
         return self._causes
+
+    def wait_for(self, step: int) -> None:
+        """It cannot run before `step`."""
+        self._causes = (*self._causes, step)
 
     def act(self) -> None:
         """Run the handle, or let it join the others that are ready."""
@@ -177,6 +182,9 @@ class LaneLoop(RankLoop):
         if not turn.delivered:
             self._join_queue(turn)
             return
+        if self.host:
+            self.host.clear.append(partial(self._again, turn))
+            return
         if self.fifo and self._queue and self._queue[0] is turn:
             self._queue.popleft()
         trace = self.scheduler.trace
@@ -190,6 +198,12 @@ class LaneLoop(RankLoop):
             self._acting, self._because = False, ()
             if self.fifo and self._queue:
                 self.scheduler.enable(self._queue[0])
+
+    def _again(self, turn: Turn) -> None:
+        """The host goes on."""
+        if self.scheduler.trace is not None:
+            turn.wait_for(self.scheduler.trace.now)
+        self.scheduler.enable(turn)
 
     def _touch(self, trace: Trace, turn: Turn) -> None:
         """What a handle may do to what the tasks of a rank share: nothing where it only waits, else anything."""
