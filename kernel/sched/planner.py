@@ -102,7 +102,8 @@ class Planner:
             activate=epoch if activating else -1,
             prefill=chunks if activating else (),
             epoch=epoch if now.p_active else -1,
-            span=self.span(now) if bucket else ALL,
+            # Without a D iteration P may run to its end, unless rows are only kept back: they go on when it resumes.
+            span=self.span(now) if bucket or paused else ALL,
             promote=memory.epoch if complete else -1,
             idle=quiet and not any(view.busy for view in views),
         )

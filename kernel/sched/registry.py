@@ -110,9 +110,10 @@ def _from_file(name: str) -> type[Any]:
     sys.modules[label] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = getattr(error, "lineno", None) or _last_line(error, str(file))
-        raise UsageError(f"policy file {path}:{line}: {type(error).__name__}: {error}") from error
+        say = " ".join(str(error).split())
+        raise UsageError(f"policy file {path}:{line}: {type(error).__name__}: {say}") from error
     if not hasattr(module, attribute):
         found = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == label]
         raise UsageError(f"policy file {path} has no class {attribute!r}: it has {', '.join(found) or 'none'}")

@@ -16,22 +16,21 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from verify.explore.dpor import explore
-from verify.explore.execution import Execution, Failure, Program, Recorded, execute, follow
+from verify.explore.execution import execute
 from verify.explore.result import Evidence, Result, conclude, conditional
+from verify.explore.schedule import followed
 from verify.explore.search import mixture
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from verify.scheduler import Choose
+    from verify.explore.execution import Execution, Failure, Program
 
 BUDGET = 400
 """Executions of one scenario, by default."""
 
 OTHERS = "rules"
 """All rules of the seam and of the kernel that are not judged by themselves."""
-
-Decisions = tuple[tuple[int, str], ...]
 
 
 def certify(program: Program, scope: str, budget: int = BUDGET, roomy: Program | None = None) -> Result:
@@ -77,24 +76,17 @@ class _Judged:
             return
         runs, steps, clock = shared.executions + 1, shared.steps or len(trace.names), shared.clock or trace.clock
         self.shared = replace(shared, executions=runs, steps=steps, clock=clock)
-        again: Choose | None = None
         for rule in self.rules:
             failure = broken(execution, rule, self.rules)
             if failure is not None and rule not in self.certain:
-                again = follow([trace.names[step] for step in trace.lazily()])
-                found = self.once(rule, again)
-                if found is not None and found[0].cls is failure.cls:
-                    self.certain[rule] = replace(self.shared, fidelity="fifo", failure=found[0], decisions=found[1])
+                again = followed(self.program, [trace.names[step] for step in trace.lazily()], fifo=True).execution
+                found = broken(again, rule, self.rules)
+                if found is not None and found.cls is failure.cls:
+                    self.certain[rule] = replace(self.shared, fidelity="fifo", failure=found, execution=again)
                 else:
-                    self.doubtful.setdefault(rule, replace(self.shared, failure=failure))
+                    self.doubtful.setdefault(rule, replace(self.shared, failure=failure, execution=execution))
             elif failure is None and execution.broken and execution.failure is not None:
                 self.hidden.setdefault(rule, execution.failure.say)
-
-    def once(self, rule: str, choose: Choose) -> tuple[Failure, Decisions] | None:
-        """Run once as production orders the tasks of a rank; what broke `rule` and the schedule in which it did."""
-        recorded = Recorded(choose)
-        failure = broken(execute(self.program, recorded, fifo=True), rule, self.rules)
-        return (failure, tuple(recorded.decisions)) if failure is not None else None
 
     @property
     def settled(self) -> bool:
@@ -144,8 +136,9 @@ def _searched(judged: _Judged, rule: str, budget: int) -> Evidence:
     seen = judged.shared
     left = max(0, budget - seen.executions - seen.covered)
     for number, choose in enumerate(islice(mixture(seen.steps), left), start=1):
-        found = judged.once(rule, choose)
-        if found is not None:
+        execution = execute(judged.program, choose, fifo=True)
+        failure = broken(execution, rule, judged.rules)
+        if failure is not None:
             runs = seen.executions + number
-            return replace(seen, executions=runs, fidelity="fifo", failure=found[0], decisions=found[1])
+            return replace(seen, executions=runs, fidelity="fifo", failure=failure, execution=execution)
     return replace(seen, executions=seen.executions + left)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verify.blame import Class
 from verify.errors import Deadlock
-from verify.explore.lanes import LaneLoop, Turn
+from verify.explore.lanes import LaneLoop
 from verify.findings import Finding, from_error
 from verify.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from verify.scheduler import Actor, Choose, Scheduler
+    from verify.scheduler import Choose, Scheduler
 
 
 class Program(Protocol):
@@ -88,92 +87,12 @@ def execute(program: Program, choose: Choose | None = None, fifo: bool = False, 
     finally:
         if collects:
             gc.enable()
-    error = getattr(value, "error", None)
-    found = tuple(_failure(finding, error) for finding in getattr(value, "findings", ()))
-    return Execution(trace, found, value, broken=error is not None)
+    ended: BaseException | None = getattr(value, "error", None)
+    found = tuple(_failure(finding, ended) for finding in getattr(value, "findings", ()))
+    return Execution(trace, found, value, broken=ended is not None)
 
 
 def _failure(finding: Finding, error: BaseException | None) -> Failure:
     cyclic = isinstance(error, Deadlock) and finding.cls is Class.CYCLE
     cls = getattr(error, "cls", finding.cls) if cyclic else finding.cls
     return Failure(cls, finding.say, error or finding, finding.rule)
-
-
-class Recorded:
-    """A `choose` that remembers what it chose where that was not the oldest: the decisions that make up a schedule."""
-
-    def __init__(self, choose: Choose) -> None:
-        self._choose, self.calls = choose, 0
-        self.decisions: list[tuple[int, str]] = []
-
-    def __call__(self, enabled: Sequence[Actor]) -> int:
-        picked = self._choose(enabled)
-        if picked:
-            self.decisions.append((self.calls, str(enabled[picked])))
-        self.calls += 1
-        return picked
-
-
-class Replayed:
-    """A `choose` that makes recorded decisions: the oldest actor but for them.
-
-    A decision waits until its actor is enabled, so that a schedule survives small changes of the program. late: those
-    that had to wait; left: those that were never made.
-    """
-
-    def __init__(self, decisions: Sequence[tuple[int, str]]) -> None:
-        self._left = list(decisions)
-        self._calls = 0
-        self.late: list[tuple[int, str]] = []
-
-    @property
-    def left(self) -> list[tuple[int, str]]:
-        """Decisions not made yet."""
-        return list(self._left)
-
-    def __call__(self, enabled: Sequence[Actor]) -> int:
-        call, self._calls = self._calls, self._calls + 1
-        if not self._left or self._left[0][0] > call:
-            return 0
-        at, name = self._left[0]
-        for index, actor in enumerate(enabled):
-            if str(actor) == name:
-                self._left.pop(0)
-                if at < call:
-                    self.late.append((at, name))
-                return index
-        return 0
-
-
-def follow(names: Sequence[str]) -> Choose:
-    """A `choose` that takes actors in the order of another execution's steps, as far as it can."""
-    places: dict[str, list[int]] = {}
-    for step, name in enumerate(names):
-        places.setdefault(name, []).append(step)
-    for each in places.values():
-        each.reverse()
-    beyond = len(names)
-
-    def place(actor: Actor) -> int:
-        if isinstance(actor, Turn) and (line := actor.line):
-            # Whoever is first in a rank's line holds up those behind it.
-            return min(own(turn) for turn in line)
-        return own(actor)
-
-    def own(actor: Actor) -> int:
-        ahead = places.get(str(actor).removesuffix(" delivered"))
-        return ahead[-1] if ahead else beyond
-
-    def choose(enabled: Sequence[Actor]) -> int:
-        picked = min(range(len(enabled)), key=lambda index: place(enabled[index]))
-        name = str(enabled[picked])
-        if not name.endswith(" delivered") and places.get(name):
-            places[name].pop()
-        return picked
-
-    return choose
-
-
-def replay(decisions: Sequence[tuple[int, str]]) -> Callable[[], Choose]:
-    """A maker of a fresh `choose` for a recorded schedule."""
-    return partial(Replayed, tuple(decisions))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from verify.blame import Certainty, Class
 
 if TYPE_CHECKING:
-    from verify.explore.execution import Failure
+    from verify.explore.execution import Execution, Failure
 
 
 class Conclusion(StrEnum):
@@ -26,8 +26,8 @@ class Evidence:
 
     executions: that ran to an end. covered: cut short, since others stand for them. steps: of the first one. complete:
     these executions stand for all schedules. clock: where a rank asked for time, so that schedules are not all there
-    is. fidelity: `any` or `fifo` (see `verify.explore.lanes`). failure, decisions: what went wrong, and the schedule in
-    which it did. hidden: what ended an execution early, before the rule in question could be judged.
+    is. fidelity: `any` or `fifo` (see `verify.explore.lanes`). failure, execution: what went wrong, and where. hidden:
+    what ended an execution early, before the rule in question could be judged.
     """
 
     executions: int = 0
@@ -37,7 +37,7 @@ class Evidence:
     clock: str = ""
     fidelity: str = "any"
     failure: Failure | None = None
-    decisions: tuple[tuple[int, str], ...] = ()
+    execution: Execution | None = field(default=None, compare=False, repr=False)
     hidden: str = ""
 
 

@@ -25,7 +25,7 @@ def uniform(seed: int) -> Choose:
 
 
 def prioritized(seed: int, depth: int, choices: int) -> Choose:
-    """Probabilistic concurrency testing: random priorities, and `depth` - 1 places where the highest falls to the lowest.
+    """Probabilistic concurrency testing: random priorities, and `depth` - 1 places where the first becomes the last.
 
     Finds a fault of that depth, in a run of n actors and k choices, with a probability of at least 1 / (n k^(depth-1)).
     Reference: Burckhardt et al., ASPLOS 2010.

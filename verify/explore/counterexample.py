@@ -1,0 +1,271 @@
+"""From a failing schedule to a counterexample that fits on a screen.
+
+    scenario     smaller ones first, as long as they fail in the same way
+    fidelity     what was found with the tasks of a rank in any order is run again as asyncio orders them
+    decisions    left out as long as it still fails; they are what the token holds
+    order        the same trace with few switches between ranks is what is printed, after a run that failed like it
+    step         the last one before which some way to go on succeeded
+
+All of it is deterministic: the same failure gives the same text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from verify.blame import Certainty, Class
+from verify.explore.critical import Critical, critical_step
+from verify.explore.render import as_text
+from verify.explore.rules import Rule, rule_of
+from verify.explore.schedule import DELIVERED, HOLD, Schedule, followed, made
+from verify.explore.search import mixture
+from verify.explore.shrink import (
+    Sign,
+    failure_of,
+    fewer_decisions,
+    in_order,
+    rank_of,
+    sign,
+    smaller_scenario,
+    standstill,
+)
+from verify.explore.story import Cut, Row, arrange, as_it_is, subject, tell
+from verify.explore.token import Token, prints
+from verify.standstill import brief
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from verify.explore.execution import Execution, Program
+    from verify.explore.schedule import Decision
+    from verify.stuck import Standstill
+    from verify.trace import Trace
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Case(Generic[S]):
+    """What can fail. program: of a scenario, see `verify.explore.execution.Program`. scope, plain: of a scenario, one
+    line and what a token keeps. smaller: scenarios a step smaller, the most promising first."""
+
+    scenario: S
+    program: Callable[[S], Program]
+    scope: Callable[[S], str] = str
+    plain: Callable[[S], Mapping[str, Any]] = lambda scenario: {"scenario": str(scenario)}
+    smaller: Callable[[S], Iterable[S]] = lambda scenario: ()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Executions at most: search of one smaller `scenario` and how many of these, leaving out `decisions`, ways to go
+    on from one prefix for the `critical` step, looking for the failure under `fifo`."""
+
+    scenario: int = 30
+    scenarios: int = 60
+    decisions: int = 200
+    critical: int = 24
+    fifo: int = 120
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """One failing schedule, as people read it.
+
+    cls, rule, certainty, condition, say: what failed. scope: the scenario in one line. fidelity: `fifo`, or `any` where
+    it was not seen with the tasks of a rank in asyncio's order. steps: of the schedule. caption, lanes: its end. ranks:
+    those in the lanes, of a world of this size. chain: who waits for whom. hosts: where each rank's own code waits.
+    critical: the step at which it went wrong, in words. broken: the paper's rule. decisions, token: how to run it
+    again.
+    """
+
+    cls: Class
+    rule: str
+    certainty: Certainty
+    condition: str
+    say: str
+    scope: str
+    fidelity: str
+    steps: int
+    ranks: tuple[int, ...]
+    size: int
+    caption: str
+    lanes: tuple[Row, ...]
+    chain: tuple[str, ...]
+    hosts: tuple[tuple[int, str], ...]
+    critical: str
+    broken: Rule
+    decisions: tuple[Decision, ...]
+    token: str
+
+    @property
+    def switches(self) -> int:
+        """How often the rank changes in the lanes that are printed."""
+        return sum(one.rank != other.rank for one, other in pairwise(self.lanes))
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {
+            "class": str(self.cls), "rule": self.rule, "certainty": str(self.certainty), "condition": self.condition,
+            "say": self.say, "scope": self.scope, "fidelity": self.fidelity, "steps": self.steps,
+            "switches": self.switches, "caption": self.caption,
+            "lanes": [{"rank": row.rank, "text": row.text, "critical": row.critical} for row in self.lanes],
+            "chain": list(self.chain), "hosts": {str(rank): text for rank, text in self.hosts},
+            "critical": self.critical,
+            "broken": {"name": self.broken.name, "section": self.broken.section, "say": self.broken.say},
+            "decisions": [list(each) for each in self.decisions], "replay": self.token,
+        }  # fmt: skip
+
+
+def explain(
+    case: Case[S],
+    execution: Execution,
+    *,
+    fifo: bool = False,
+    rule: str = "",
+    certainty: Certainty | None = None,
+    effort: Effort | None = None,
+) -> Counterexample:
+    """The counterexample that a failing execution of `case` shows.
+
+    fifo: the fidelity under which it was found. rule: which of its failures; the first by default. certainty: where it
+    is known; otherwise a standstill that needs a device too small for all kernels is conditional, and what was not seen
+    in asyncio's order is undecided. Raises ValueError for an execution that does not fail.
+    """
+    effort = effort or Effort()
+    wanted = sign(execution, rule)
+    if wanted is None:
+        raise ValueError(f"the execution does not fail{f' in {rule}' if rule else ''}: there is nothing to explain")
+    least = smaller_scenario(
+        case.scenario, execution, wanted, case.program, case.smaller, fifo=fifo, limit=effort.scenario,
+        tries=effort.scenarios,
+    )  # fmt: skip
+    scenario, program = least.scenario, case.program(least.scenario)
+    fifo, schedule = _confirmed(program, least.execution, wanted, fifo, effort.fifo)
+    schedule = fewer_decisions(program, schedule, wanted, fifo, effort.decisions)
+    schedule = made(program, schedule.decisions, fifo, notes=True)
+    failure = failure_of(schedule.execution, wanted.rule)
+    assert failure is not None
+    still = standstill(failure)
+    trace, cuts = _arranged(program, schedule, wanted, fifo)
+    critical = critical_step(program, trace.names, wanted.rule, fifo, effort.critical)
+    story = tell(trace, cuts, critical.step, still.ops if still else (), _concerned(trace, still, critical.step))
+    conditional = still is not None and still.conditional
+    names = schedule.names
+    return Counterexample(
+        cls=wanted.cls,
+        rule=wanted.rule,
+        certainty=certainty or _certainty(fifo, conditional),
+        condition="the device has no room for all of its kernels at once" if conditional else "",
+        say=failure.say,
+        scope=case.scope(scenario),
+        fidelity="fifo" if fifo else "any",
+        steps=len(names),
+        ranks=story.ranks,
+        size=1 + max((note.rank for note in trace.notes), default=0),
+        caption=story.caption,
+        lanes=story.rows,
+        chain=still.chain if still else (),
+        hosts=still.hosts if still else (),
+        critical=_critical(trace, critical),
+        broken=rule_of(wanted.cls, wanted.rule, still, _ordered(trace, still)),
+        decisions=schedule.decisions,
+        token=str(
+            Token(
+                case.plain(scenario), schedule.decisions, "fifo" if fifo else "any", wanted.cls, wanted.rule,
+                len(names), prints(names),
+            )
+        ),
+    )  # fmt: skip
+
+
+def _certainty(fifo: bool, conditional: bool) -> Certainty:
+    if not fifo:
+        return Certainty.UNDECIDED
+    return Certainty.CONDITIONAL if conditional else Certainty.CERTAIN
+
+
+def _confirmed(program: Program, execution: Execution, wanted: Sign, fifo: bool, limit: int) -> tuple[bool, Schedule]:
+    """The same failure in an order that production has, where one is found; else as it was found."""
+    if not fifo:
+        for schedule in islice(_in_production(program, execution.trace), limit):
+            if wanted.of(schedule.execution):
+                return True, schedule
+    schedule = followed(program, execution.trace.names, fifo)
+    return fifo, schedule if wanted.of(schedule.execution) else Schedule((), execution)
+
+
+def _in_production(program: Program, trace: Trace) -> Iterator[Schedule]:
+    """Schedules of fidelity `fifo` that are near a trace of fidelity `any`, then any."""
+    yield followed(program, [trace.names[step] for step in trace.lazily()], fifo=True)
+    yield followed(program, trace.names, fifo=True)
+    told = [name for name in followed(program, (), fifo=True).names if name.endswith(DELIVERED)]
+    once = [name for name in reversed(told) if told.count(name) == 1]
+    for name in once[:_NEAR]:
+        yield made(program, [(0, HOLD + name)], fifo=True)
+    for choose in mixture(len(trace.names)):
+        yield followed(program, (), fifo=True, instead=choose)
+
+
+_NEAR = 60
+"""Deliveries that are held back, one at a time, before schedules are picked by chance."""
+
+
+def _arranged(program: Program, schedule: Schedule, wanted: Sign, fifo: bool) -> tuple[Trace, tuple[Cut, ...]]:
+    """An equal trace that is easier to read, if running it fails in the same way; else the trace itself."""
+    trace = schedule.execution.trace
+    arrangement = arrange(trace)
+    again = in_order(program, trace, arrangement.order, wanted, fifo)
+    if again is not None and again.trace.names == [trace.names[step] for step in arrangement.order]:
+        return again.trace, arrangement.cuts
+    return trace, as_it_is(trace).cuts
+
+
+def _concerned(trace: Trace, still: Standstill | None, step: int) -> tuple[int, ...]:
+    """The ranks to show: those of a cycle and of the critical step; of anything else all."""
+    if still is None or still.cls is not Class.CYCLE:
+        return ()
+    rank = rank_of(trace.names[step]) if step >= 0 else None
+    return tuple(sorted({*still.ranks, *(() if rank is None else (rank,))}))
+
+
+def _critical(trace: Trace, critical: Critical) -> str:
+    """The critical step in words."""
+    step = critical.step
+    if step < 0:
+        tried = f"none of {critical.runs} schedules succeeded" if critical.bounded else "every schedule ends like this"
+        return f"no single step is to blame: {tried}"
+    rank = rank_of(trace.names[step])
+    who = f"rank {rank} " if rank is not None else ""
+    text = f"{who}{subject(trace, step)}"
+    races = [race for race in trace.races if race.first == step]
+    if races:
+        told = [(_WEIGHT.get(str(race.thing[0]), 9), subject(trace, race.second), race.second) for race in races]
+        text += f" before it {min(told, key=lambda each: (each[0], '[' not in each[1], each[2]))[1]}"
+    end = f"none of the {critical.runs} that were tried does" if critical.bounded else "none does"
+    return f"{text}; up to here some schedule still succeeds, from here on {end}"
+
+
+_WEIGHT = {"stream": 0, "room": 1, "done": 2, "gate": 3, "python": 4, "ready": 5}
+
+
+def _ordered(trace: Trace, still: Standstill | None) -> bool | None:
+    """Whether the ranks of a cycle have enqueued its operations in one order; None where that cannot be told."""
+    if still is None or len(still.ops) < 2:
+        return None
+    orders = set()
+    for rank in still.ranks:
+        enqueued = [brief(note.which) for note in trace.notes if note.rank == rank and note.what == "enqueue"]
+        mine = [each for each in enqueued if each in still.ops]
+        if len(mine) < len(still.ops):
+            return None
+        orders.add(tuple(mine))
+    return len(orders) == 1
+
+
+__all__ = ["Case", "Counterexample", "Effort", "explain"]

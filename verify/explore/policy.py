@@ -1,0 +1,225 @@
+"""Whether a policy keeps what it claims: each guarantee by itself, over the scenarios of a scope."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kernel.sched import registry
+from verify.blame import Certainty, Class
+from verify.enact import run
+from verify.explore.certify import BUDGET, OTHERS, judge
+from verify.explore.counterexample import Counterexample, explain
+from verify.explore.result import Conclusion, Result
+from verify.explore.smaller import case_of
+from verify.family import family
+from verify.findings import GUARANTEES
+from verify.monitor import declared
+from verify.world import WIDE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kernel.sched.policy import Policy
+    from kernel.topology import World
+    from verify.enact import MakePolicy
+    from verify.monitor import Bound
+    from verify.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is asked.
+
+    policy: a spec as in `--policy`. world: the ranks; its route `auto` is the policy's wish, else `paper`. segments:
+    safe boundaries of an epoch. rounds: D iterations of the turns that decode. capacity: collectives that fit on a
+    device at once, WIDE for all. depth, graphs: see `verify.launches`. bound: of the wait of a ready D, judged instead
+    of what the policy claims. budget: executions of a scenario.
+    """
+
+    policy: str
+    world: World
+    segments: int = 2
+    rounds: int = 3
+    capacity: int = WIDE
+    depth: int | None = None
+    graphs: bool = False
+    bound: Bound | None = None
+    budget: int = BUDGET
+
+    def __str__(self) -> str:
+        room = "room for every kernel" if self.capacity == WIDE else f"capacity {self.capacity}"
+        queue = f", launch queues of {self.depth}" if self.depth is not None else ""
+        counts = f"{_count(self.segments, 'segment')}, {_count(self.rounds, 'D iteration')}"
+        return f"{self.policy} on {self.world}, {counts}, {room}{queue}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict on a policy in a scope.
+
+    guarantees: the worst result of each rule, with the scenario that it is of; `rules` stands for all rules of the seam
+    and of the kernel. scenarios, executions: how many there were. claims: in words. counterexample: to the first rule
+    that was refuted.
+    """
+
+    scope: Scope
+    verdict: Conclusion
+    cls: Class
+    certainty: Certainty
+    guarantees: dict[str, Result]
+    claims: dict[str, str]
+    scenarios: int
+    executions: int
+    steps: int
+    counterexample: Counterexample | None = field(default=None)
+
+    @property
+    def proved(self) -> bool:
+        """Whether everything holds, for every schedule of every scenario."""
+        return self.verdict is Conclusion.PROVED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `turnstile check --json` prints."""
+        found = self.counterexample
+        return {
+            "verdict": str(self.verdict),
+            "class": str(self.cls),
+            "certainty": str(self.certainty),
+            "scope": f"{self.scope}, {_count(self.scenarios, 'scenario')}",
+            "executions": self.executions,
+            "steps": self.steps,
+            "guarantees": {
+                rule: {
+                    "claim": self.claims.get(rule, ""),
+                    "verdict": str(result.verdict),
+                    "class": str(result.cls),
+                    "certainty": str(result.certainty),
+                    "reason": result.reason,
+                    "scenario": result.scope,
+                    "fidelity": result.evidence.fidelity,
+                }
+                for rule, result in self.guarantees.items()
+            },
+            "replay": found.token if found is not None else None,
+            "counterexample": found.to_dict() if found is not None else None,
+        }
+
+
+def check(
+    scope: Scope,
+    make_policy: MakePolicy = registry.create,
+    scenarios: Iterable[Scenario] | None = None,
+    *,
+    explained: bool = True,
+    progress: Callable[[Scenario], None] | None = None,
+    **options: Any,
+) -> Report:
+    """Judge the policy of `scope` on each of its scenarios.
+
+    make_policy: from a spec and limits, once a rank. scenarios: instead of `verify.family`. explained: whether a
+    failure is shrunk and told. progress: called before each scenario. options: further ones of `verify.enact.run`.
+    Raises UsageError for a policy that cannot be used.
+    """
+    chosen = list(scenarios) if scenarios is not None else list(_family(scope, make_policy))
+    scope = replace(scope, world=chosen[0].world) if chosen else scope
+    policy = make_policy(scope.policy, chosen[0].limits)
+    worst: dict[str, tuple[Result, Scenario]] = {}
+    executions = steps = ran = 0
+    for scenario in chosen:
+        if progress is not None:
+            progress(scenario)
+        rules = [rule for rule in GUARANTEES if rule not in worst or worst[rule][0].verdict is not Conclusion.REFUTED]
+        results = judge(
+            _program(scope, scenario, make_policy, options), str(scenario), rules, scope.budget,
+            _program(scope, replace(scenario, capacity=WIDE), make_policy, options) if scope.capacity < WIDE else None,
+        )  # fmt: skip
+        ran += 1
+        executions += max(result.evidence.executions for result in results.values())
+        steps += max(result.evidence.steps for result in results.values())
+        for rule, result in results.items():
+            if rule not in worst or _rank(result) < _rank(worst[rule][0]):
+                worst[rule] = result, scenario
+        if any(result.evidence.hidden for result in results.values()):
+            break
+    order = [rule for rule in (*GUARANTEES, OTHERS) if rule in worst]
+    first = min(order, key=lambda rule: _rank(worst[rule][0]))
+    result, scenario = worst[first]
+    found = _explained(scope, scenario, first, result, make_policy, options) if explained else None
+    return Report(
+        scope=scope,
+        verdict=result.verdict,
+        cls=result.cls,
+        certainty=result.certainty,
+        guarantees={rule: worst[rule][0] for rule in order},
+        claims=_claims(policy, scope.bound),
+        scenarios=ran,
+        executions=executions,
+        steps=steps,
+        counterexample=found,
+    )
+
+
+def _family(scope: Scope, make_policy: MakePolicy) -> Iterable[Scenario]:
+    made = family(scope.world, scope.policy, scope.segments, scope.rounds, capacity=scope.capacity)
+    world = scope.world.under(getattr(make_policy(scope.policy, made[0].limits), "route", None))
+    return [replace(each, world=world) for each in made]
+
+
+def _program(scope: Scope, scenario: Scenario, make_policy: MakePolicy, options: dict[str, Any]) -> Callable[..., Any]:
+    launch: dict[str, Any] = {"depth": scope.depth, "graphs": scope.graphs} if scope.depth is not None else {}
+    return partial(run, scenario, make_policy, bound=scope.bound, **launch, **options)
+
+
+def _explained(
+    scope: Scope,
+    scenario: Scenario,
+    rule: str,
+    result: Result,
+    make_policy: MakePolicy,
+    options: dict[str, Any],
+) -> Counterexample | None:
+    execution, failure = result.evidence.execution, result.evidence.failure
+    if execution is None or failure is None:
+        return None
+    case = case_of(scenario, make_policy, scope.bound)
+    if scope.depth is not None or options:
+        case = replace(case, program=lambda one: _program(scope, one, make_policy, options))
+    certainty = result.certainty if result.verdict is Conclusion.REFUTED else None
+    fifo = result.evidence.fidelity == "fifo"
+    return explain(case, execution, fifo=fifo, rule=failure.rule, certainty=certainty)
+
+
+def _rank(result: Result) -> tuple[int, int]:
+    """The worst first; a refutation that is certain before one that is not."""
+    order = (Conclusion.REFUTED, Conclusion.INCONCLUSIVE, Conclusion.PROVED)
+    certain = (Certainty.CERTAIN, Certainty.CONDITIONAL, Certainty.UNDECIDED)
+    return order.index(result.verdict), certain.index(result.certainty)
+
+
+def _claims(policy: Policy, bound: Bound | None) -> dict[str, str]:
+    asked = declared(policy) if bound is None else bound
+    words = {
+        "span": "a ready D launches after at most one segment",
+        "epoch": "a ready D launches after at most one epoch of P",
+        "backlog": "a ready D launches once P has no more work",
+    }
+    count = asked if isinstance(asked, int) else 0
+    launches = words.get(str(asked), f"a ready D launches after at most {_count(count, 'segment')}")
+    claims = {
+        "deadlock_free": "every schedule ends",
+        "epochs_complete": "every admitted P completes and every turn ends",
+        "decode_bound": launches + ("" if bound is None else " (asked)"),
+        OTHERS: "the rules of the seam and the kernel's invariants hold",
+    }
+    told = policy.guarantees
+    if not told.deadlock_free:
+        claims["deadlock_free"] += " (not claimed)"
+    if not told.epochs_complete:
+        claims["epochs_complete"] += " (not claimed)"
+    return claims
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
