@@ -72,7 +72,9 @@ def found(outcomes: list[Outcome]) -> list[Finding]:
         ("lean", 1, True),
         ("adaptive", 4, True),
         ("adaptive", 1, False),
-        ("global_enqueue", 1, True),  # Its D is enqueued before the epoch that follows.
+        ("global_enqueue", 3, True),
+        ("global_enqueue", 2, False),  # Rows that go on wait for the epoch that was enqueued behind them.
+        ("global_enqueue", "epoch", True),
         ("global_complete", 3, True),
         ("global_complete", 2, False),
         ("global_complete", "epoch", True),
@@ -93,7 +95,7 @@ def test_prefill_priority_starves_decode_only_while_requests_keep_coming() -> No
                       "end of sessions", "endless arrivals"} & failed  # fmt: skip
     assert "endless arrivals" in failed
     (finding,) = check("normal", bound=8)[-1].findings
-    assert "D is ready since round 5 and has not launched after 9 boundaries of P in 3 epochs" in finding.say
+    assert "D is ready since round 4 and has not launched after 9 boundaries of P in 3 epochs" in finding.say
 
 
 def test_a_bound_is_what_the_policy_says() -> None:
@@ -179,7 +181,7 @@ def test_rounds_in_which_nothing_moves_are_starvation_and_end_the_run() -> None:
     assert isinstance(outcome.error, Found)
     assert outcome.findings[0].cls is Class.STARVATION
     assert outcome.findings[0].rule == "decode_bound"
-    assert "17 rounds without progress: D is ready since round 6 and does not launch" in outcome.findings[0].say
+    assert "17 rounds without progress: D is ready since round 5 and does not launch" in outcome.findings[0].say
 
 
 def test_a_policy_without_guarantees_cannot_be_used() -> None:

@@ -62,6 +62,7 @@ class RankMonitor:
         self._stale = 0
         self._moved = True
         self._ready_since = -1
+        self._continues = False
         self._granted = 0
         self._epochs: set[int] = set()
         self._judged = False
@@ -97,7 +98,7 @@ class RankMonitor:
 
     def starved(self) -> Found:
         """The run goes on and gets nowhere."""
-        ready = self._ready_since >= 0
+        ready = self._ready_since >= 0 and not self._continues
         what = f"D is ready since round {self._ready_since} and does not launch" if ready else "nothing is launched"
         kernel = self.invariants.rank.turnstile.snapshot if self.invariants is not None else None
         if kernel is not None and self._plan.epoch >= 0:
@@ -110,11 +111,14 @@ class RankMonitor:
         """An exchange of views has ended: from here on D is ready, or is not."""
         complete = all(view.complete and view.epoch == views[0].epoch for view in views)
         ready = any(view.ready or (view.promotable and complete) for view in views if not view.paused)
-        if ready and self._ready_since < 0:
-            self._ready_since, self._granted = self._plan.round + 1, 0
-            self._epochs.clear()
-        elif not ready:
-            self._ready_since = -1
+        if not ready:
+            self._ready_since, self._continues = -1, False
+        elif self._ready_since < 0:
+            self._waits(self._plan.round + 1)
+        elif self._continues:
+            # Rows that go on are ready from their last launch on, as this view tells.
+            self._continues = False
+            self._judge()
 
     def granted(self, epoch: int, boundaries: int) -> None:
         """P may enqueue so many more boundaries."""
@@ -123,6 +127,24 @@ class RankMonitor:
             return
         self._granted += boundaries
         self._epochs.add(epoch)
+        if not self._continues:
+            self._judge()
+
+    def launches(self) -> None:
+        """This round's D iteration is submitted."""
+        self._moved = True
+        self.launched += 1
+        self._waits(self._plan.round)
+        self._continues = True
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _waits(self, since: int) -> None:
+        self._ready_since, self._granted = since, 0
+        self._epochs.clear()
+
+    def _judge(self) -> None:
+        """Whether the ready D has waited for too much of P."""
         claim, since = self._claim, self._ready_since
         if self._judged or claim == "backlog":
             return
@@ -130,21 +152,13 @@ class RankMonitor:
             late, most = len(self._epochs) > 1, "one epoch"
         else:
             span = claim if isinstance(claim, int) else self._plan.span
-            late = self._granted > span or (claim == "span" and span >= ALL)
+            late = self._granted > span or (claim == "span" and span >= ALL and self._granted > 0)
             most = f"{span} boundar{'y' if span == 1 else 'ies'}" if span < ALL else "one segment"
         if late:
             self._judged = True
             say = f"D is ready since round {since} and has not launched after {self._granted} boundaries of P"
             say = f"{say} in {len(self._epochs)} epoch{'s'[: len(self._epochs) > 1]}; the bound is {most}"
             self.find(Class.STARVATION, "decode_bound", say)
-
-    def launches(self) -> None:
-        """This round's D iteration is submitted."""
-        self._moved = True
-        self.launched += 1
-        self._ready_since = -1
-
-    # -- inside -------------------------------------------------------------------------------------------------
 
     def _sane(self, views: tuple[RankView, ...], before: Memory, plan: Plan, after: Memory) -> None:
         def rule(name: str, say: str) -> Found:

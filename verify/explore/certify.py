@@ -22,7 +22,7 @@ from verify.explore.schedule import followed
 from verify.explore.search import mixture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from verify.explore.execution import Execution, Failure, Program
 
@@ -39,17 +39,22 @@ def certify(program: Program, scope: str, budget: int = BUDGET, roomy: Program |
 
 
 def judge(
-    program: Program, scope: str, rules: Sequence[str], budget: int = BUDGET, roomy: Program | None = None
+    program: Program,
+    scope: str,
+    rules: Sequence[str],
+    budget: int = BUDGET,
+    roomy: Program | None = None,
+    settled: Sequence[str] = (),
 ) -> dict[str, Result]:
     """The verdict on each of `rules`, and on all OTHERS together.
 
     budget: executions. roomy: the same scenario with room for every kernel on the device; what holds there and not in
-    `program` is conditional.
+    `program` is conditional. settled: rules whose failures count nowhere, since they are known already.
     """
-    found = _seen(program, (*rules, OTHERS), budget)
+    found = _seen(program, (*rules, OTHERS), budget, tuple(settled))
     results = {rule: conclude(scope, evidence) for rule, evidence in found.items()}
     if roomy is not None and any(evidence.failure is not None for evidence in found.values()):
-        wide = judge(roomy, scope, rules, budget)
+        wide = judge(roomy, scope, rules, budget, settled=settled)
         return {rule: conditional(result, wide[rule]) for rule, result in results.items()}
     return results
 
@@ -64,6 +69,7 @@ class _Judged:
 
     program: Program
     rules: tuple[str, ...]
+    settled_before: tuple[str, ...] = ()
     shared: Evidence = field(default_factory=Evidence)
     certain: dict[str, Evidence] = field(default_factory=dict)
     doubtful: dict[str, Evidence] = field(default_factory=dict)
@@ -77,10 +83,10 @@ class _Judged:
         runs, steps, clock = shared.executions + 1, shared.steps or len(trace.names), shared.clock or trace.clock
         self.shared = replace(shared, executions=runs, steps=steps, clock=clock)
         for rule in self.rules:
-            failure = broken(execution, rule, self.rules)
+            failure = self.broken(execution, rule)
             if failure is not None and rule not in self.certain:
                 again = followed(self.program, [trace.names[step] for step in trace.lazily()], fifo=True).execution
-                found = broken(again, rule, self.rules)
+                found = self.broken(again, rule)
                 if found is not None and found.cls is failure.cls:
                     self.certain[rule] = replace(self.shared, fidelity="fifo", failure=found, execution=again)
                 else:
@@ -88,20 +94,20 @@ class _Judged:
             elif failure is None and execution.broken and execution.failure is not None:
                 self.hidden.setdefault(rule, execution.failure.say)
 
+    def broken(self, execution: Execution, rule: str) -> Failure | None:
+        """The failure of `rule`; for OTHERS that of any rule that is not judged by itself."""
+        if rule != OTHERS:
+            return execution.fails(rule)
+        known = (*self.rules, *self.settled_before)
+        return next((each for each in execution.failures if each.rule not in known), None)
+
     @property
     def settled(self) -> bool:
         return bool(self.certain) and len(self.certain.keys() | self.hidden.keys()) == len(self.rules)
 
 
-def broken(execution: Execution, rule: str, rules: Iterable[str]) -> Failure | None:
-    """The failure of `rule`; for OTHERS that of any rule that is not among `rules`."""
-    if rule != OTHERS:
-        return execution.fails(rule)
-    return next((each for each in execution.failures if each.rule not in rules), None)
-
-
-def _seen(program: Program, rules: tuple[str, ...], budget: int) -> dict[str, Evidence]:
-    judged = _Judged(program, rules)
+def _seen(program: Program, rules: tuple[str, ...], budget: int, settled: tuple[str, ...]) -> dict[str, Evidence]:
+    judged = _Judged(program, rules, settled)
     first = execute(program)
     complete = not first.trace.races
     if complete:
@@ -137,7 +143,7 @@ def _searched(judged: _Judged, rule: str, budget: int) -> Evidence:
     left = max(0, budget - seen.executions - seen.covered)
     for number, choose in enumerate(islice(mixture(seen.steps), left), start=1):
         execution = execute(judged.program, choose, fifo=True)
-        failure = broken(execution, rule, judged.rules)
+        failure = judged.broken(execution, rule)
         if failure is not None:
             runs = seen.executions + number
             return replace(seen, executions=runs, fidelity="fifo", failure=failure, execution=execution)

@@ -130,10 +130,12 @@ def check(
     for scenario in chosen:
         if progress is not None:
             progress(scenario)
-        rules = [rule for rule in GUARANTEES if rule not in worst or worst[rule][0].verdict is not Conclusion.REFUTED]
+        settled = [rule for rule in GUARANTEES if rule in worst and worst[rule][0].verdict is Conclusion.REFUTED]
+        rules = [rule for rule in GUARANTEES if rule not in settled]
         results = judge(
             _program(scope, scenario, make_policy, options), str(scenario), rules, scope.budget,
             _program(scope, replace(scenario, capacity=WIDE), make_policy, options) if scope.capacity < WIDE else None,
+            settled,
         )  # fmt: skip
         ran += 1
         executions += max(result.evidence.executions for result in results.values())
@@ -168,8 +170,11 @@ def _family(scope: Scope, make_policy: MakePolicy) -> Iterable[Scenario]:
 
 
 def _program(scope: Scope, scenario: Scenario, make_policy: MakePolicy, options: dict[str, Any]) -> Callable[..., Any]:
-    launch: dict[str, Any] = {"depth": scope.depth, "graphs": scope.graphs} if scope.depth is not None else {}
-    return partial(run, scenario, make_policy, bound=scope.bound, **launch, **options)
+    return partial(run, scenario, make_policy, bound=scope.bound, **_launch(scope), **options)
+
+
+def _launch(scope: Scope) -> dict[str, Any]:
+    return {"depth": scope.depth, "graphs": scope.graphs} if scope.depth is not None else {}
 
 
 def _explained(
@@ -183,8 +188,8 @@ def _explained(
     execution, failure = result.evidence.execution, result.evidence.failure
     if execution is None or failure is None:
         return None
-    case = case_of(scenario, make_policy, scope.bound)
-    if scope.depth is not None or options:
+    case = case_of(scenario, make_policy, scope.bound, **_launch(scope))
+    if options:
         case = replace(case, program=lambda one: _program(scope, one, make_policy, options))
     certainty = result.certainty if result.verdict is Conclusion.REFUTED else None
     fifo = result.evidence.fidelity == "fifo"
