@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from tests import statespace
 from verify.collectives import Communicator, Shape
 from verify.device import SimEvent
-from verify.explore.lanes import LaneLoop
 from verify.kernels import Chip, Queue
 from verify.scheduler import Scheduler
 from verify.waits import Wait
@@ -16,6 +15,7 @@ from verify.waits import Wait
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from verify.explore.lanes import LaneLoop
     from verify.scheduler import Choose
     from verify.trace import Trace
 

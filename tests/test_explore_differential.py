@@ -96,3 +96,38 @@ def test_verdicts_are_those_of_the_search_of_all_states() -> None:
         if result.verdict is not Conclusion.INCONCLUSIVE:
             assert (result.verdict is Conclusion.REFUTED) == statespace.search(job)["deadlock"], (job, result)
     assert {Conclusion.PROVED, Conclusion.REFUTED} <= seen
+
+
+def kernel(name: str, stream: str) -> statespace.Enqueue:
+    return statespace.Enqueue(name, stream)
+
+
+WOKEN = statespace.Job(
+    (
+        statespace.Rank(
+            ((kernel("c1", "s1"), kernel("c2", "s0"), kernel("c3", "s1")), (kernel("c0", "s1"),)), capacity=3
+        ),
+        statespace.Rank(
+            ((kernel("c3", "s1"), kernel("c0", "s2")), (kernel("c1", "s2"), kernel("c2", "s0"))), capacity=3
+        ),
+    )
+)
+"""Its deadlock needs an actor that slept and is woken by a conflict."""
+
+TOLD = statespace.Job(
+    (
+        statespace.Rank(
+            (tuple(map(kernel, ("c0", "c1", "c2", "c3", "c4"), ("s2", "s1", "s0", "s0", "s2"))),), capacity=2
+        ),
+        statespace.Rank(
+            (tuple(map(kernel, ("c0", "c1", "c2", "c3", "c4"), ("s0", "s0", "s1", "s0", "s1"))),), capacity=2
+        ),
+    )
+)
+"""Its deadlock is hidden where a collective counts as the consequence of more than its members."""
+
+
+@pytest.mark.parametrize("job", [WOKEN, TOLD], ids=["woken", "told"])
+def test_deadlocks_that_a_wrong_reduction_misses(job: statespace.Job) -> None:
+    assert statespace.search(job)["deadlock"]
+    assert any(execution.failure is not None for execution in islice(explore(program(job)), 3000))
