@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.topology import World
 from verify.order import certify, from_program, turnstile_steps
-from verify.queues import sort
+from verify.order.queues import sort
 
 if TYPE_CHECKING:
-    from verify.queues import Orders
+    from verify.order.queues import Orders
 
 SIZES = (64, 256, 1024, 2048, 4096)
 REPEATS = 5

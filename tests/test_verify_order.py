@@ -20,8 +20,8 @@ from tests import programs
 from tests.orders import is_valid
 from verify.notation import format_program
 from verify.order import Orders, certify, from_notation, from_program, summary, turnstile_steps
-from verify.order_cycle import shortest_ring
-from verify.queues import sort
+from verify.order.cycle import shortest_ring
+from verify.order.queues import sort
 from verify.waitgraph import Certainty, Class, diagnose_program
 
 if TYPE_CHECKING:

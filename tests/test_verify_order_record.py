@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.nursery import Nursery
-    from verify.order_program import Step
+    from verify.order.program import Step
 
 
 def record(

@@ -17,8 +17,8 @@ from tests.statespace import Barrier, Enqueue, Job, Rank, Wait, random_job, sear
 from verify.blame import Certainty, Class, Verdict
 from verify.events import Communicator
 from verify.order import certify, from_notation, from_program
-from verify.queues import Builder, Edge, Orders
-from verify.residency import residency
+from verify.order.queues import Builder, Edge, Orders
+from verify.order.residency import residency
 
 if TYPE_CHECKING:
     from tests.statespace import Op

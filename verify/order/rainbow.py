@@ -1,4 +1,4 @@
-"""Rings of instances in which every device is used for one choice at most (see `verify.residency`)."""
+"""Rings of instances in which every device is used for one choice at most (see `verify.order.residency`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verify.chip import Spent
-from verify.order_cycle import Hop
-from verify.queues import sort
+from verify.order.chip import Spent
+from verify.order.cycle import Hop
+from verify.order.queues import sort
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from verify.chip import Device, Steps
-    from verify.queues import Orders
+    from verify.order.chip import Device, Steps
+    from verify.order.queues import Orders
 
 CHOICE = "nothing orders them there"
 

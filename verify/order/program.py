@@ -12,7 +12,7 @@ from kernel.journal import group_name
 from kernel.program import Program
 from kernel.request import Phase
 from verify.events import Communicator
-from verify.queues import Edge, Orders, Queue
+from verify.order.queues import Edge, Orders, Queue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verify.blame import Class, Verdict
-from verify.chip import Device, Spent, Steps
-from verify.rainbow import CHOICE, find_ring
+from verify.order.chip import Device, Spent, Steps
+from verify.order.rainbow import CHOICE, find_ring
 from verify.words import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from verify.order_cycle import Hop
-    from verify.queues import Orders
+    from verify.order.cycle import Hop
+    from verify.order.queues import Orders
 
 FIX = "Give the device room for one kernel of each stream, or put these collectives on one stream on all members."
 

@@ -10,7 +10,7 @@ from kernel.record import Kind, Recording, read_run
 from kernel.request import Phase
 from verify.blame import Class, Verdict
 from verify.events import Communicator
-from verify.queues import Builder, Orders, absentees
+from verify.order.queues import Builder, Orders, absentees
 from verify.words import FIXES
 
 if TYPE_CHECKING:

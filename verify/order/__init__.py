@@ -1,7 +1,7 @@
 """The order certificate: whether all device queues allow one common order of collectives, and that order.
 
 Nodes are collective instances, edges are 'before' in a device queue, an event edge, or a wait of the host. Acyclic
-means that a common order exists: with room for what can be resident at once (`verify.residency`) every schedule
+means that a common order exists: with room for what can be resident at once (`verify.order.residency`) every schedule
 completes, since some unfinished instance is always at the head of all its queues. The topological index is the
 certificate, which `verify.certificate` checks by itself. A ring of 'before' deadlocks every schedule.
 
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
 from verify.blame import Certainty, Class, Verdict, minority, severity
-from verify.order_cycle import cycle_verdict, shortest_ring
-from verify.order_notation import from_notation
-from verify.order_program import from_program, turnstile_steps
-from verify.order_record import from_record
-from verify.queues import Edge, End, Orders, absentees, sort
-from verify.residency import Residency, residency
+from verify.order.cycle import cycle_verdict, shortest_ring
+from verify.order.notation import from_notation
+from verify.order.program import from_program, turnstile_steps
+from verify.order.record import from_record
+from verify.order.queues import Edge, End, Orders, absentees, sort
+from verify.order.residency import Residency, residency
 from verify.words import FIXES, ranks
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from verify.events import Communicator, Kind
 from verify.execution import races
 from verify.matching import Launch, take_seats
 from verify.notation import parse_program
-from verify.queues import Builder, End, Odd, Orders
+from verify.order.queues import Builder, End, Odd, Orders
 
 if TYPE_CHECKING:
     from verify.events import Event, Lane, Program

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verify.queues import Orders
+    from verify.order.queues import Orders
 
 Kind = tuple[int, int]
 """Where an instance stands on all of its members (its shape), and its weight. One kind has one order everywhere."""

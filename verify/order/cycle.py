@@ -12,7 +12,7 @@ from verify.words import FIXES, ranks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from verify.queues import Edge, Orders, Queue
+    from verify.order.queues import Edge, Orders, Queue
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Core:
 def shortest_ring(
     orders: Orders, left: Sequence[int], extra: Sequence[Queue] = (), soft: bool = True, budget: int = 5_000_000
 ) -> tuple[tuple[Hop, ...], bool]:
-    """A ring of fewest hops among what is stuck (`left` of `verify.queues.sort`), and whether it surely is one.
+    """A ring of fewest hops among what is stuck (`left` of `verify.order.queues.sort`), and whether it surely is one.
 
     Empty where nothing is in a ring. Rings that can bite first are preferred: the heads of queues are tried first.
     budget: calls to look at; when it is used up, the shortest ring so far is returned.
