@@ -7,7 +7,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help rollout test lint test-all test-more test-deep test-gpu bench clean
+.PHONY: help rollout test lint test-all test-more test-spin test-deep test-gpu bench clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -21,6 +21,7 @@ help:
 	@echo "make test              the tests, about five minutes"
 	@echo "make lint              ruff, mypy, import-linter"
 	@echo "make test-all          the tests with longer searches and everything that needs more of the machine"
+	@echo "make test-spin         a model of the turnstile, judged by the model checker SPIN"
 	@echo "make test-deep         grids of cases too long for continuous integration"
 	@echo "make test-gpu PY=...   the tests that need a CUDA device, with the interpreter given, as it is"
 	@echo "make bench             measurements, into bench/results"
@@ -30,18 +31,22 @@ rollout: $(VENV)/ready
 	$(RUN) -m turnstile compare --demo $(ARGS)
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -m "not slow and not grid and not gpu" $(ARGS)
+	$(RUN) -m pytest -m "not slow and not grid and not gpu and not spin" $(ARGS)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
-test-all: test test-more
+test-all: test test-more test-spin
 
 # What `make test` leaves out, and its searches again with more examples.
 test-more: $(VENV)/ready
-	$(RUN) -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not grid and not gpu" $(ARGS)
+	$(RUN) -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not grid and not gpu and not spin" $(ARGS)
+
+# Needs spin and a C compiler; skipped, with the reason, where they are missing.
+test-spin: $(VENV)/ready
+	$(RUN) -m pytest -m "spin and not grid" $(ARGS)
 
 test-deep: $(VENV)/ready
 	$(RUN) -m pytest --hypothesis-profile=deep -m grid $(ARGS)
