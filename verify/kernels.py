@@ -167,6 +167,8 @@ class Queue:
         """Why a kernel of this queue is not resident, in words."""
         if kernel.dropped:
             return "dropped when the device was closed"
+        if kernel.number < 0:
+            return f"the host waits for room in the launch queue of stream {self.phase}"
         head = self.items[0]
         if kernel is not head:
             return f"queued behind {head.label} on stream {self.phase}"
@@ -216,7 +218,7 @@ class Chip:
         self.scheduler.progress += 1
         if (trace := self.scheduler.trace) is not None:
             kernel.arrival = trace.now
-            if self.crowded:
+            if self.crowded and kernel.weight:
                 trace.touch("room", self.rank)
         if self._used + kernel.weight <= self.capacity:
             self._start(kernel)

@@ -104,7 +104,7 @@ class Scenario:
         )
 
     def __str__(self) -> str:
-        parts = [f"{self.policy} on {self.world}, {self.segments} segments"]
+        parts = [f"{self.policy} on {self.world}, {self.segments} segment{'s'[: self.segments > 1]}"]
         if self.capacity != WIDE:
             parts.append(f"capacity {self.capacity} weights {self.weights[0]}+{self.weights[1]}")
         parts.append(f"prefill {self.prefill_tokens} rows {self.rows} KV {self.blocks}x{self.block_size}")

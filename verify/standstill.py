@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHORT = {name: short for short, name in OPERATIONS.items()}
 _POLICIES = str(Path(kernel.sched.__file__).parent)
+_VERIFY = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def line_of(task: asyncio.Task[Any]) -> str:
     """`file.py:line `text`` of the line at which a task waits: that of a policy, if one is in its stack."""
     frames = await_frames(task.get_coro())
     policy = [each for each in frames if _policy(each)]
-    own = policy or [each for each in frames if not machinery(each.f_code.co_filename)] or frames
+    plain = [each for each in frames if not machinery(each.f_code.co_filename)]
+    own = policy or [each for each in plain if not each.f_code.co_filename.startswith(_VERIFY)] or plain or frames
     if not own:
         return "?"
     site = own[-1].f_code.co_filename, own[-1].f_lineno
@@ -90,7 +92,7 @@ def line_of(task: asyncio.Task[Any]) -> str:
 
 def _policy(frame: FrameType) -> bool:
     filename = frame.f_code.co_filename
-    return filename.startswith(_POLICIES) or foreign(filename)
+    return filename.startswith((_POLICIES, "<string>")) or foreign(filename)
 
 
 # -- cycles -----------------------------------------------------------------------------------------------------

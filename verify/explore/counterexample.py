@@ -19,7 +19,7 @@ from verify.blame import Certainty, Class
 from verify.explore.critical import Critical, critical_step
 from verify.explore.render import as_text
 from verify.explore.rules import Rule, rule_of
-from verify.explore.schedule import DELIVERED, HOLD, Schedule, followed, made
+from verify.explore.schedule import Schedule, followed, made, one_away
 from verify.explore.search import mixture
 from verify.explore.shrink import (
     Sign,
@@ -147,6 +147,7 @@ def explain(
     )  # fmt: skip
     scenario, program = least.scenario, case.program(least.scenario)
     fifo, schedule = _confirmed(program, least.execution, wanted, fifo, effort.fifo)
+    schedule = _nearer(program, schedule, wanted, fifo)
     schedule = fewer_decisions(program, schedule, wanted, fifo, effort.decisions)
     schedule = made(program, schedule.decisions, fifo, notes=True)
     failure = failure_of(schedule.execution, wanted.rule)
@@ -204,16 +205,21 @@ def _in_production(program: Program, trace: Trace) -> Iterator[Schedule]:
     """Schedules of fidelity `fifo` that are near a trace of fidelity `any`, then any."""
     yield followed(program, [trace.names[step] for step in trace.lazily()], fifo=True)
     yield followed(program, trace.names, fifo=True)
-    told = [name for name in followed(program, (), fifo=True).names if name.endswith(DELIVERED)]
-    once = [name for name in reversed(told) if told.count(name) == 1]
-    for name in once[:_NEAR]:
-        yield made(program, [(0, HOLD + name)], fifo=True)
+    yield from islice(one_away(program, fifo=True), _NEAR)
     for choose in mixture(len(trace.names)):
         yield followed(program, (), fifo=True, instead=choose)
 
 
 _NEAR = 60
-"""Deliveries that are held back, one at a time, before schedules are picked by chance."""
+"""Schedules near the default one that are tried."""
+
+
+def _nearer(program: Program, schedule: Schedule, wanted: Sign, fifo: bool) -> Schedule:
+    """A schedule that fails in the same way and is one decision away from the default at most, if there is one."""
+    if len(schedule.decisions) < 2:
+        return schedule
+    near = islice(one_away(program, fifo), _NEAR)
+    return next((each for each in near if wanted.of(each.execution)), schedule)
 
 
 def _arranged(program: Program, schedule: Schedule, wanted: Sign, fifo: bool) -> tuple[Trace, tuple[Cut, ...]]:
@@ -221,9 +227,19 @@ def _arranged(program: Program, schedule: Schedule, wanted: Sign, fifo: bool) ->
     trace = schedule.execution.trace
     arrangement = arrange(trace)
     again = in_order(program, trace, arrangement.order, wanted, fifo)
-    if again is not None and again.trace.names == [trace.names[step] for step in arrangement.order]:
+    if again is None or _chain(again, wanted.rule) != _chain(schedule.execution, wanted.rule):
+        return trace, as_it_is(trace).cuts
+    if again.trace.names == [trace.names[step] for step in arrangement.order]:
         return again.trace, arrangement.cuts
-    return trace, as_it_is(trace).cuts
+    # Under `fifo` what is delivered, and what a rank finds ready by itself, depends on the order.
+    return again.trace, as_it_is(again.trace).cuts
+
+
+def _chain(execution: Execution, rule: str) -> tuple[str, ...]:
+    """Who waited for whom in the end."""
+    failure = failure_of(execution, rule)
+    still = standstill(failure) if failure is not None else None
+    return still.chain if still is not None else ()
 
 
 def _concerned(trace: Trace, still: Standstill | None, step: int) -> tuple[int, ...]:
@@ -243,6 +259,9 @@ def _critical(trace: Trace, critical: Critical) -> str:
     rank = rank_of(trace.names[step])
     who = f"rank {rank} " if rank is not None else ""
     text = f"{who}{subject(trace, step)}"
+    if rank is not None and "goes on in task" in text:
+        later = next((note.step for note in trace.notes if note.rank == rank and note.step > step), -1)
+        text += f", and so it {subject(trace, later)}" if later >= 0 else ""
     races = [race for race in trace.races if race.first == step]
     if races:
         told = [(_WEIGHT.get(str(race.thing[0]), 9), subject(trace, race.second), race.second) for race in races]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verify.explore.execution import execute
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from verify.explore.execution import Execution, Program
     from verify.scheduler import Actor, Choose
@@ -176,3 +176,24 @@ def made(program: Program, decisions: Sequence[Decision], fifo: bool = False, no
     steered = Steered(decisions)
     execution = execute(program, steered, fifo, notes)
     return Schedule(tuple(steered.made), execution)
+
+
+def one_away(program: Program, fifo: bool = False) -> Iterator[Schedule]:
+    """The default schedule, then those in which one race of it is the other way round; late races first."""
+    calls: dict[int, int] = {}
+
+    def run(**options: Any) -> Any:
+        trace: Trace = options["trace"]
+
+        def choose(enabled: Sequence[Actor]) -> int:
+            calls[len(trace.names)] = len(calls)
+            return 0
+
+        return program(**{**options, "choose": choose})
+
+    usual = execute(run, None, fifo)
+    yield Schedule((), usual)
+    names = usual.trace.names
+    for step in dict.fromkeys(race.first for race in reversed(usual.trace.races)):
+        if step in calls:
+            yield made(program, [(calls[step], HOLD + names[step])], fifo)

@@ -280,9 +280,11 @@ def _head(trace: Trace, step: int, rank: int, stream: str) -> str:
     if here:
         return here[0]
     number = sum(name == trace.names[step] for name in trace.names[:step])
+    # Work that takes no time and no room passes with what is before it, without a step of its own.
+    timed = any(note.what == "start" and _COMPUTE.fullmatch(note.which) for note in trace.notes)
     labels = [
         note.which for note in trace.notes
         if note.what == "enqueue" and (note.rank, note.where) == (rank, stream)
-        and (_COLLECTIVE.fullmatch(note.which) or _COMPUTE.fullmatch(note.which))
+        and (_COLLECTIVE.fullmatch(note.which) or (timed and _COMPUTE.fullmatch(note.which)))
     ]  # fmt: skip
     return labels[number] if number < len(labels) else ""
