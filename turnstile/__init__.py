@@ -1,6 +1,6 @@
 """Turnstile: prefill and decode of MoE rollouts on the same ranks at the same time, without deadlock.
 
-from turnstile import Engine, SamplingParams, World, Policy
+from turnstile import Engine, SamplingParams, World, Policy, explore
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from kernel.sched.policy import Policy
     from kernel.topology import World
     from rollout.engine import Completion, Engine, Session, TokenOutput
+    from verify.testing import explore
 
-__all__ = ["Completion", "Engine", "Planner", "Policy", "SamplingParams", "Session", "TokenOutput", "World"]
+__all__ = ["Completion", "Engine", "Planner", "Policy", "SamplingParams", "Session", "TokenOutput", "World", "explore"]
 
 _HOMES = {
     "Completion": "rollout.engine",
@@ -26,6 +27,7 @@ _HOMES = {
     "Session": "rollout.engine",
     "TokenOutput": "rollout.engine",
     "World": "kernel.topology",
+    "explore": "verify.testing",
 }
 
 
