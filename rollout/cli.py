@@ -1,6 +1,6 @@
 """The `turnstile` command: finds the subcommand, and turns what happens into an exit code and at most one line.
 
-Exit codes: 0 done, 1 the run failed, 2 unusable input, 130 interrupted.
+Exit codes: 0 done, 1 the run failed or something was refuted, 2 unusable input, 3 inconclusive, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ COMMANDS: Final = (
         "rollout", "replay a trace of trajectories on real ranks: table, JSON, PNG, record", "rollout.campaign:main"
     ),
     Command("compare", "several policies on the same trace, side by side, ranks kept up", "rollout.campaign:main"),
+    Command("check", "prove a policy, a program or a run, or show the schedule that hangs it", "verify.check:main"),
 )
 
 

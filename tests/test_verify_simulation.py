@@ -111,7 +111,9 @@ def test_a_pool_of_one_and_a_fifth_of_the_largest_trajectory_serves_them_all(pol
 def test_runs_are_equal_and_the_first_choice_is_the_default() -> None:
     runs = [simulate(CROSSED, "fine", FEW, choose=choose) for choose in (None, None, lambda options: 0)]
     assert len({run.digest for run in runs}) == 1
-    assert simulate(CROSSED, "fine", FEW, choose=shuffled(1)).digest != runs[0].digest
+    assert simulate(CROSSED, "fine", FEW, choose=shuffled(1)).digest == runs[0].digest  # with room nothing competes
+    tight = [simulate(CROSSED, "fine", FEW, choose=choose, capacity=1) for choose in (None, shuffled(1))]
+    assert tight[0].digest != tight[1].digest
     assert simulate(CROSSED, "fine", FEW, skew=uniform_skew(1_000_000, 1)).makespan_ns > runs[0].makespan_ns
 
 

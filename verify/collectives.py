@@ -37,11 +37,12 @@ class Shape(NamedTuple):
 class Instance:
     """One collective: the n-th of its communicator."""
 
-    __slots__ = ("communicator", "first", "kernels", "name", "number", "resident", "shape")
+    __slots__ = ("communicator", "first", "kernels", "label", "name", "number", "resident", "shape")
 
     def __init__(self, communicator: Communicator, number: int, shape: Shape, first: tuple[int, Site]) -> None:
         self.communicator, self.number, self.shape, self.first = communicator, number, shape, first
         self.name = f"{communicator.name} #{number}"
+        self.label = f"{communicator.phase} {shape.op} {communicator.role} #{number}"
         self.kernels: dict[int, Kernel] = {}
         self.resident = 0
 
@@ -66,8 +67,9 @@ class Instance:
     def act(self) -> None:
         """Finish on all members."""
         del self.communicator.open[self.number]
+        kernels, self.kernels = self.kernels, {}  # so that both can go
         for member in self.communicator.members:
-            kernel = self.kernels[member]
+            kernel = kernels[member]
             kernel.queue.chip.retire(kernel)
 
     def missing(self) -> str:
@@ -91,7 +93,6 @@ class Communicator:
         self.phase, self.role, self.members, self.scheduler, self.cost = phase, role, members, scheduler, cost
         self.open: dict[int, Instance] = {}
         self._calls = dict.fromkeys(members, 0)
-        self._phase, self._role = str(phase), str(role)
         self.name = f"{phase} {role}{{{','.join(map(str, members))}}}"
 
     def __str__(self) -> str:
@@ -110,7 +111,7 @@ class Communicator:
                 f" {place(where)} on rank {first}: all members make the same calls in the same order"
             )
         self._calls[rank] = number + 1
-        kernel = Kernel(f"{self._phase} {shape.op} {self._role} #{number}", weight, meeting=instance)
+        kernel = Kernel(instance.label, weight, meeting=instance)
         instance.kernels[rank] = kernel
         return kernel
 

@@ -33,11 +33,13 @@ MakePolicy = Callable[[str, "Limits"], "Policy"]
 
 @dataclass(slots=True)
 class TurnEnd:
-    """What became of a turn. tokens: drawn. finish: stop, length or abort; "" when it did not end."""
+    """What became of a turn. tokens: drawn. finish: stop, length or abort; "" when it did not end. late: tokens that it
+    drew after its end."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,7 @@ def _emit(turns: dict[int, TurnEnd], output: Output) -> None:
     if turn is not None:
         if output.token >= 0:
             turn.tokens.append(output.token)
+            turn.late += bool(turn.finish)
         turn.finish = turn.finish or output.finish
 
 
@@ -202,6 +205,9 @@ def _judge(scenario: Scenario, turns: dict[int, TurnEnd], stopped_in: int) -> li
             had = f"{len(turn.tokens)} of {most} tokens"
             say = f"request {request.id} had {had} when the plan went idle for good in round {stopped_in}"
             findings.append(Finding(Class.STARVATION, "epochs_complete", say, -1, stopped_in))
+        if turn.late:
+            say = f"request {request.id} drew {turn.late} tokens after its end ({turn.finish})"
+            findings.append(Finding(Class.INVARIANT, "lag", say))
         wanted = list(continuation(request.prompt, request.params, VOCAB))
         if turn.tokens != (wanted if whole else wanted[: len(turn.tokens)]):
             say = f"request {request.id} drew {turn.tokens} where its context alone gives {wanted}"

@@ -123,7 +123,7 @@ def _listener() -> _Listener:
 
 
 class Guard:
-    """Watches the policies of one execution. Use as a context manager around it.
+    """Watches the policies of one execution at a time. Use as a context manager around each.
 
     budget: lines of policy code in one callback. beat: called at each callback, to show that things go on.
     found: what was found, if anything; whoever entered must look after leaving.
@@ -143,6 +143,8 @@ class Guard:
         self._profile: Any = None
 
     def __enter__(self) -> Guard:
+        self.found = None  # one guard may watch many executions, one after the other
+        self._codes.clear()
         if sys.version_info >= (3, 12):
             monitoring = sys.monitoring
             if monitoring.get_tool(TOOL) is None:

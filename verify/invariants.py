@@ -207,5 +207,5 @@ def _holders(cache: KVCache) -> Iterator[tuple[list[int] | tuple[int, ...], str]
 
 
 def _finished(epoch: Epoch) -> bool:
-    # Not by asking `done()`: looking at it is an access that the explorer counts.
-    return epoch._ended and all(event._done for event in epoch._events)
+    # By asking `done()`, an access that the explorer counts: where nothing has waited for the end, it is a race.
+    return epoch._ended and all(event.done() for event in epoch._events)

@@ -2,9 +2,10 @@
 
 A kernel starts when it is the head of its queue, the events it waits for have happened, it has arrived at the device
 and there is room for it; it finishes by itself (compute) or together with its peers (a collective,
-`verify.collectives`). The arrival at the device is a step of its own: arrivals of different queues compete for room and
-are granted it in order of arrival, the first that fits (the 'hardware queue'). That room is held until the kernel
-finishes is what makes the order of two queues matter (paper section 4, Figure 2).
+`verify.collectives`). Where room can be short, the arrival at the device is a step of its own: arrivals of different
+queues compete for room and are granted it in order of arrival, the first that fits (the 'hardware queue'). That room is
+held until the kernel finishes is what makes the order of two queues matter (paper section 4, Figure 2). With room for
+all, nobody can tell a late arrival from a late end, so that a kernel arrives in the step that lets it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kernel.errors import UsageError
 from kernel.request import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from verify.launches import Launches
     from verify.scheduler import Alarm, Scheduler
@@ -60,7 +61,7 @@ class Kernel:
         self.label, self.weight, self.duration_ns, self.meeting, self.then = label, weight, duration_ns, meeting, then
         self.queue: Queue
         self.number = -1
-        self.blockers: list[Kernel] = []
+        self.blockers: Sequence[Kernel] = ()
         self.heirs: list[Queue] = []
         self.arrived = self.resident = self.finished = self.dropped = False
         self.alarm: Alarm | None = None
@@ -144,8 +145,11 @@ class Queue:
             if head.arrived or head.blocked:
                 return
             if not head.marker:
-                self._enabled = True
-                self.chip.scheduler.enable(self)
+                if not self.chip.crowded:
+                    self.chip.arrive(head)
+                else:
+                    self._enabled = True
+                    self.chip.scheduler.enable(self)
                 return
             head.arrived = True
             self.chip.retire(head, chain=False)
@@ -237,7 +241,8 @@ class Chip:
 
     def _start(self, kernel: Kernel) -> None:
         if (trace := self.scheduler.trace) is not None:
-            kernel.begun = (kernel.arrival, trace.now)
+            # In the step of its arrival, or else in whichever of those comes last that let it arrive.
+            kernel.begun = (kernel.arrival, trace.now) if self.crowded else kernel.queue.causes()
         self._used += kernel.weight
         if kernel.weight:
             self._holders.append(kernel)
@@ -275,8 +280,10 @@ class Chip:
             self._grant()
         kernel.queue.items.popleft()
         self.outstanding -= 1
+        kernel.blockers = ()  # what has finished must not keep alive what finished before it
         if kernel.then is not None:
-            kernel.then()
+            then, kernel.then = kernel.then, None
+            then()
         if chain:
             kernel.queue.look()
         for queue in kernel.heirs:

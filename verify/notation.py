@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
-from verify.events import Communicator, Event, Kind, Lane, Program
+from verify.events import Communicator, Event, Kind, Lane, Program, Site
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _NAME = r"[A-Za-z_][\w-]*"
 _MEMBERS = r"\{[\d,\s]*\}"
@@ -54,9 +54,12 @@ class NotationError(UsageError):
         self.rank, self.column = rank, column
 
 
-def parse_program(text: str) -> Program:
-    """The program that `text` writes down. Raises NotationError, one line naming rank and column."""
-    return _Parser(text).program()
+def parse_program(text: str, site: Callable[[int], Site] | None = None) -> Program:
+    """The program that `text` writes down. Raises NotationError, one line naming rank and column.
+
+    site: where in a file a character of the text stands; events say it then.
+    """
+    return _Parser(text, site).program()
 
 
 def format_program(program: Program) -> str:
@@ -98,8 +101,8 @@ def _tight(stream: str) -> str:
 class _Parser:
     """One pass over the text; `at` is where it stands."""
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+    def __init__(self, text: str, site: Callable[[int], Site] | None = None) -> None:
+        self.text, self.at, self.site = text, 0, site
         self.rank: int | None = None
         self.thread = ""
         self.communicators: dict[tuple[str, str], Communicator] = {}
@@ -132,7 +135,9 @@ class _Parser:
 
     def _events(self) -> Iterator[Event]:
         while self._skip() < len(self.text) and self.text[self.at] != ";":
-            yield self._event()
+            begin = self.at
+            event = self._event()
+            yield replace(event, site=self.site(begin)) if self.site is not None else event
 
     def _event(self) -> Event:
         assert self.rank is not None

@@ -1,0 +1,190 @@
+"""The arguments of `turnstile check`, and what they select. Loads nothing but the standard library and the kernel."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from kernel.errors import UsageError
+from kernel.topology import GATHERS, ROUTES, World
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SIZES: Final = (2, 4)
+"""Ranks of the worlds that a policy is searched on by default."""
+SEGMENTS: Final = (1, 2, 3)
+ROUNDS: Final = 3
+BUDGET: Final = 400
+RANKS: Final = 8
+LAYERS: Final = 40
+"""Of the order certificate: ranks, and layers of the model, one D iteration more."""
+MOST: Final = 64
+"""Ranks that a simulated world may have; certificates may have thousands."""
+WORDS: Final = ("span", "epoch", "backlog")
+EXIT_CODES: Final = "Exit codes: 0 proved, 1 refuted, 2 unusable input, 3 inconclusive, 130 interrupted."
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked, checked.
+
+    target: a policy, a file or a directory; "" with replay. worlds: to search, smallest first. segments: numbers of
+    safe boundaries, each a scope. capacity: of a device, None for room for every kernel. layers: of the order
+    certificate, None for no certificate; certified: its world.
+    """
+
+    name: str
+    target: str
+    worlds: tuple[World, ...]
+    segments: tuple[int, ...]
+    rounds: int
+    capacity: int | None
+    depth: int | None
+    bound: int | str | None
+    budget: int
+    layers: int | None
+    certified: World
+    replay: str
+    json: bool
+
+    @property
+    def kind(self) -> str:
+        """What is checked: `replay`, `policy`, `program` or `run`."""
+        if self.replay:
+            return "replay"
+        path = Path(self.target)
+        if path.is_dir():
+            return "run"
+        # A policy from a file may have a name that ends in anything; a program is a file, or was meant as one.
+        return "program" if (path.is_file() and path.suffix != ".py") or path.suffix == ".txt" else "policy"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line and an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def parser(name: str) -> Parser:
+    """The parser of the command."""
+    made = Parser(
+        prog=f"turnstile {name}",
+        description="Prove a scheduling policy, a program of collectives or a recorded run; or show how it hangs.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        epilog=EXIT_CODES,
+    )
+    made.add_argument(
+        "target",
+        nargs="?",
+        metavar="POLICY|PROGRAM.txt|RUN-DIRECTORY",
+        help="a policy's name, `name:key=value,...` or path/file.py:Class; a text file of programs; what a run left",
+    )
+    ranks = made.add_argument_group("ranks")
+    ranks.add_argument(
+        "--world", type=int, metavar="N", help=f"number of ranks (default: {' and '.join(map(str, SIZES))})"
+    )
+    ranks.add_argument("--adp", type=int, metavar="N", help="attention replicas (default: 2 where it divides)")
+    ranks.add_argument("--ep", type=int, metavar="N", help="ranks that hold different experts (default: all)")
+    ranks.add_argument("--gather", choices=GATHERS, help="how decode collects all replicas' rows (default: cross)")
+    ranks.add_argument(
+        "--route", choices=ROUTES, help="prefill collectives on decode's stream (default: auto, what the policy wants)"
+    )
+    scope = made.add_argument_group("scope of the search")
+    scope.add_argument("--segments", metavar="N|N-M", help="safe boundaries of an epoch (default: 1-3)")
+    scope.add_argument("--rounds", type=int, metavar="N", help=f"decode iterations of a turn (default: {ROUNDS})")
+    scope.add_argument("--capacity", type=int, metavar="N", help="collectives a device holds at once (default: all)")
+    scope.add_argument("--depth", type=int, metavar="N", help="launches that fit into a device's queue (default: all)")
+    scope.add_argument(
+        "--bound", metavar="span|epoch|backlog|N", help="judge this wait of decode instead of what the policy claims"
+    )
+    scope.add_argument("--budget", type=int, metavar="N", help=f"executions of a scenario (default: {BUDGET})")
+    scope.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help=f"of the order certificate (default: {LAYERS}, of {RANKS} ranks; with --world only where it is given)",
+    )
+    made.add_argument("--replay", metavar="TOKEN", help="run the schedule of a counterexample again")
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def parse(name: str, arguments: Sequence[str]) -> Options:
+    """The options of the command. Raises UsageError (and SystemExit for --help)."""
+    made = parser(name)
+    known, unknown = made.parse_known_args(list(arguments))
+    if unknown:
+        flags = [flag for action in made._actions for flag in action.option_strings if flag.startswith("--")]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"see `{made.prog} --help`"
+        raise UsageError(f"unknown argument {unknown[0]!r}: {hint}")
+    given = vars(known)
+    target, replay = given.get("target", ""), given.get("replay")
+    if replay is None and not target:
+        what = "name a policy, a file or a run, or give --replay"
+        raise UsageError(f"nothing to check: {what}; see `{made.prog} --help`")
+    if replay is not None and (target or given.keys() - {"replay", "json"}):
+        extra = target or f"--{min(given.keys() - {'replay', 'json'})}"
+        raise UsageError(f"--replay takes everything from its token: leave out {extra}")
+    if replay == "":
+        raise UsageError("--replay: the token is empty; it is what stands behind --replay in a counterexample")
+    for flag in ("rounds", "capacity", "depth", "budget", "layers"):
+        if given.get(flag) is not None and given[flag] < 1:
+            raise UsageError(f"--{flag} {given[flag]}: must be at least 1")
+    worlds = tuple(_world(given, size) for size in ([given["world"]] if "world" in given else _sizes(given)))
+    if worlds[-1].size > MOST:
+        raise UsageError(f"--world {worlds[-1].size}: at most {MOST} ranks are searched")
+    return Options(
+        name=name,
+        target=target,
+        worlds=worlds,
+        segments=_segments(given["segments"]) if "segments" in given else SEGMENTS,
+        rounds=given.get("rounds", ROUNDS),
+        capacity=given.get("capacity"),
+        depth=given.get("depth"),
+        bound=_bound(given["bound"]) if "bound" in given else None,
+        budget=given.get("budget", BUDGET),
+        layers=given.get("layers", None if "world" in given else LAYERS),
+        certified=worlds[-1] if "world" in given else _world(given, RANKS),
+        replay=replay or "",
+        json=given.get("json", False),
+    )
+
+
+def _sizes(given: dict[str, Any]) -> list[int]:
+    """The default worlds that the widths given divide."""
+    widths = [given[flag] for flag in ("adp", "ep") if flag in given]
+    return [size for size in SIZES if all(w > 0 and size % w == 0 for w in widths)] or [SIZES[-1]]
+
+
+def _world(given: dict[str, Any], size: int) -> World:
+    least = next((n for n in range(2, size + 1) if size % n == 0), 1)
+    return World(
+        size, given.get("adp", least), given.get("ep", size), given.get("gather", "cross"), given.get("route", "auto")
+    )
+
+
+def _segments(text: str) -> tuple[int, ...]:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    if found is None:
+        raise UsageError(f"--segments {text}: a number such as 2, or a range such as 1-3")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if not 1 <= first <= last:
+        raise UsageError(f"--segments {text}: from 1 on, the smaller number first")
+    return tuple(range(first, last + 1))
+
+
+def _bound(text: str) -> int | str:
+    if text in WORDS:
+        return text
+    if not text.isdigit() or not int(text):
+        raise UsageError(f"--bound {text}: {', '.join(WORDS)}, or a number of segments from 1 on")
+    return int(text)
