@@ -9,16 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kernel.errors import UsageError
+from kernel.topology import World
 from rollout import cli
 from verify import check_policy
 from verify.check_args import LAYERS, RANKS, SEGMENTS, SIZES, parse
 from verify.check_order import certified
+from verify.enact import attempt
+from verify.explore.token import Token
+from verify.family import family
 from verify.guard import Guard
 
 if TYPE_CHECKING:
@@ -148,6 +153,23 @@ def test_a_failure_is_told_in_thirty_lines_and_runs_again_from_its_token(check: 
     assert (plain["replay"], plain["class"]) == (token, "starvation")
 
 
+def test_a_replay_that_takes_other_steps_says_so(check: Check) -> None:
+    token = answer(check(f"{POLICIES / 'forgets_permit.py'}:Wrong", *SMALL, "--json"))["replay"]
+    other = str(replace(Token.parse(token), prints="0" * 22))
+    code, out, _ = check("--replay", other)
+    assert code == 1
+    assert "replayed  still fails: diverged between steps 0 and " in out
+    assert answer(check("--replay", other, "--json"))["replayed"]["exact"] is False
+
+
+def test_one_guard_watches_many_executions() -> None:
+    guard = Guard()
+    right, wrong = family(World(2), "fine", 1, 1)[0], f"{POLICIES / 'endless_plan.py'}:Wrong"
+    for _ in range(2):
+        assert attempt(replace(right, policy=wrong), guard=guard).broken("outside")
+        assert attempt(replace(right, policy=f"{POLICIES / 'greedy_span.py'}:Wrong"), guard=guard).clean
+
+
 def test_replay_follows_edits_of_the_policy(check: Check, tmp_path: Path) -> None:
     wrong = "async def turn(self, gate):\n    if gate.d_ready:\n        await super().turn(gate)"
     token = answer(check(policy(tmp_path, wrong), *SMALL, "--json"))["replay"]
@@ -169,8 +191,9 @@ def test_replay_follows_edits_of_the_policy(check: Check, tmp_path: Path) -> Non
 
 def test_a_launch_queue_that_is_too_short_is_kept_in_the_token(check: Check, tmp_path: Path) -> None:
     spec = policy(tmp_path, "async def turn(self, gate):\n    if gate.d_ready:\n        await super().turn(gate)")
-    plain = answer(check(spec, *SMALL, "--depth", "3", "--json"))
-    assert "launch queues of 3" in plain["scope"]
+    plain = answer(check(spec, *SMALL, "--depth", "1", "--json"))
+    assert "launch queues of 1" in plain["scope"]
+    assert Token.parse(plain["replay"]).scenario["with"]["depth"] == 1
     again = answer(check("--replay", plain["replay"], "--json"))
     assert again["replayed"]["exact"]
     assert again["counterexample"] == plain["counterexample"]

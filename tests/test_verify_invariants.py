@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -41,7 +41,7 @@ class Held:
             _p=SimpleNamespace(program=SimpleNamespace(boundaries=BOUNDARIES)),
         )  # fmt: skip
         self.stands(-1, -1, 0, 0, Status.NONE)
-        self.invariants = Invariants(self.rank)
+        self.invariants = Invariants(cast("Any", self.rank))
 
     def add(self, number: int, output: int) -> Turn:
         request = Request(number, number, 0, (1, 2, 3), SamplingParams(max_tokens=output))

@@ -26,8 +26,8 @@ from verify.blame import Certainty, Class, Verdict, minority, severity
 from verify.order.cycle import cycle_verdict, shortest_ring
 from verify.order.notation import from_notation
 from verify.order.program import from_program, turnstile_steps
-from verify.order.record import from_record
 from verify.order.queues import Edge, End, Orders, absentees, sort
+from verify.order.record import from_record
 from verify.order.residency import Residency, residency
 from verify.words import FIXES, ranks
 
