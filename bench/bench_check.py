@@ -21,6 +21,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -180,8 +181,6 @@ def mutants(spin: bool) -> list[dict[str, Any]]:
 
 def _spin() -> Callable[[str], dict[str, Any]] | None:
     """Asks SPIN about a variant with two ranks; None where it is not installed."""
-    import tempfile
-
     from tests.spin_oracle import check, missing
     from tests.spin_variants import VARIANTS
 
@@ -291,9 +290,11 @@ def exchanges(ranks: int, rendezvous_us: Sequence[int]) -> list[dict[str, Any]]:
 def real(repeats: int) -> dict[str, Any]:
     """Both on four real ranks of this machine."""
     command = [sys.executable, "-m", "turnstile", "compare", "--demo", "--policy", "fine", "--policy", "lean"]
-    ended = subprocess.run(
-        [*command, "--repeat", str(repeats), "--json"], capture_output=True, text=True, check=True, cwd=HOUSE
-    )
+    with tempfile.TemporaryDirectory() as out:
+        ended = subprocess.run(
+            [*command, "--repeat", str(repeats), "--json", "--out", f"{out}/run"], capture_output=True, text=True,
+            check=True, cwd=HOUSE,
+        )  # fmt: skip
     keys = ("policy", "makespan_s", "mean_decode_wait_ms", "mean_rendezvous_ms", "mean_trajectory_completion_s")
     names = [*keys, *(f"{key}_iqr" for key in keys[1:])]
     policies_ = json.loads(ended.stdout)["policies"]
