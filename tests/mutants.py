@@ -161,7 +161,7 @@ ORDER: Final = (
     ),
     Mutant(
         "no route", "P's all-reduce stays on P's stream", CYCLE, "deadlock_free", world=World(2, adp=2, route="none"),
-        capacity=1, executions=10, certainty=Certainty.CONDITIONAL, spin="no route, 1 slot",
+        capacity=1, executions=2, certainty=Certainty.CONDITIONAL, spin="no route, 1 slot",
     ),
     Mutant(
         "route on one rank", "one rank leaves P's all-reduce on P's stream", (Class.MISMATCH,), "order",
@@ -211,7 +211,7 @@ SHARED_PLAN: Final = (
         (Change("kernel.rank:Rank._round", PLAN,
                 "plan, memory = self.policy.plan(tuple(replace(v, complete=self._epoch is None or self._epoch.poll())"
                 " for v in self._views), self._memory)"),),
-        executions=10, spin="completion read again after the permit",
+        executions=3, spin="completion read again after the permit",
     ),
     Mutant(
         "complete once enqueued", "a rank takes it for granted that its device has finished P", INVARIANT, "promotion",

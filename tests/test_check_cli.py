@@ -224,7 +224,7 @@ def test_a_policy_that_does_not_load_is_unusable_input(
         ("raises_plan", "exception", "raise ValueError"),
         ("raises_turn", "exception", '{}["rows"]'),
         ("exits", "exception", "sys.exit"),
-        ("random_plan", "rule", None),
+        ("random_plan", "outside", "random.randrange"),
         ("endless_turn", "outside", "    pass"),
         ("sleeps", "outside", "time.sleep"),
     ],

@@ -124,7 +124,7 @@ def _make(cls: Callable[[Limits], Policy], spec: str, limits: Limits) -> Policy:
         ("never_decodes", Class.STARVATION, "epochs_complete", "request 0 had 1 of 4 tokens when the plan went idle"),
         ("gives_up", Class.STARVATION, "epochs_complete", "request 2 had 0 of 2 tokens when the plan went idle"),
         ("greedy_span", Class.STARVATION, "decode_bound", "after 2 boundaries of P in 1 epoch; the bound is 1"),
-        ("random_plan", Class.RULE, "pure plan", "not a function of views and memory: asked twice it gives span"),
+        ("random_plan", Class.OUTSIDE, "outside", "decides by chance: ranks would not decide alike"),
         ("counting_plan", Class.RULE, "pure plan", "asked twice it gives span"),
         ("early_promotion", Class.RULE, "promotion", "promotes epoch 0, which is not complete on every rank"),
         ("plain_turn", Class.RULE, "turn", "turn is not an `async def`"),

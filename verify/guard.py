@@ -11,8 +11,10 @@ What neither can see, such as a wait inside C code, is found by `verify.supervis
 
 from __future__ import annotations
 
+import datetime
 import dis
 import importlib.util
+import random
 import sys
 import sysconfig
 import time
@@ -102,6 +104,30 @@ _EVENTS = {
     "_thread.start_new_thread": "starts a thread", "_thread.start_joinable_thread": "starts a thread",
     "urllib.Request": "fetches {0!r}", "signal.pthread_kill": "signals",
 }  # fmt: skip
+
+
+_TIMES = frozenset(
+    f"{clock}{unit}"
+    for clock in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+    for unit in ("", "_ns")
+)
+_OF_PROCESS = {"getpid", "getppid", "urandom", "getenv", "gettid", "getnode", "get_ident", "get_native_id"}
+
+
+def _private(function: Any, owner: Any) -> str:
+    """What a call learns that another rank would not, in words; "" for most calls."""
+    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
+    if module == "time" and name in _TIMES:
+        return "asks for the time"
+    if name in ("now", "today", "utcnow") and isinstance(owner, type) and issubclass(owner, datetime.date):
+        return "asks for the time"
+    if isinstance(owner, random.Random) or module in ("random", "secrets", "uuid"):
+        return "decides by chance"
+    if name in _OF_PROCESS or type(owner).__name__ == "_Environ":
+        return f"asks for what is its process's own ({name})"
+    if function is hash or function is id:
+        return f"calls {name}(), whose answer differs from process to process"
+    return ""
 
 
 class _Listener:
@@ -238,6 +264,11 @@ class Guard:
         name = _WAITS.get(function) if _hashable(function) else None
         if name is not None:
             self._blocks(name, frame)
+        file = frame.f_code.co_filename
+        # The library asks for its process's own things too; of chance it makes no other use than its caller's.
+        private = _private(function, owner) if foreign(file) or file == random.__file__ else ""
+        if private:
+            self._stop(f"{private}: ranks would not decide alike", frame)
         called = getattr(function, "__name__", "")
         if called in ("start_new_thread", "start_joinable_thread"):
             self._blocks("starts a thread", frame)

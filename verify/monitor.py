@@ -63,7 +63,7 @@ class RankMonitor:
         self._moved = True
         self._ready_since = -1
         self._continues = False
-        self._granted = 0
+        self._granted = self._grants = 0
         self._epochs: set[int] = set()
         self._judged = False
 
@@ -126,6 +126,7 @@ class RankMonitor:
         if self._ready_since < 0 or not boundaries:
             return
         self._granted += boundaries
+        self._grants += 1
         self._epochs.add(epoch)
         if not self._continues:
             self._judge()
@@ -140,7 +141,7 @@ class RankMonitor:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _waits(self, since: int) -> None:
-        self._ready_since, self._granted = since, 0
+        self._ready_since, self._granted, self._grants = since, 0, 0
         self._epochs.clear()
 
     def _judge(self) -> None:
@@ -150,10 +151,10 @@ class RankMonitor:
             return
         if claim == "epoch":
             late, most = len(self._epochs) > 1, "one epoch"
+        elif isinstance(claim, int):
+            late, most = self._granted > claim, f"{claim} boundar{'y' if claim == 1 else 'ies'}"
         else:
-            span = claim if isinstance(claim, int) else self._plan.span
-            late = self._granted > span or (claim == "span" and span >= ALL and self._granted > 0)
-            most = f"{span} boundar{'y' if span == 1 else 'ies'}" if span < ALL else "one segment"
+            late, most = self._grants > 1 or self._plan.span >= ALL, "one segment"
         if late:
             self._judged = True
             say = f"D is ready since round {since} and has not launched after {self._granted} boundaries of P"

@@ -12,6 +12,7 @@ from kernel.sched.policy import Guarantees, Memory, Plan
 from verify.blame import Class
 from verify.findings import Found, one_line
 from verify.guard import Guard, Halt, raised_at
+from verify.private_state import PrivateState, reads_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -33,6 +34,10 @@ class Watched:
         self.limits = policy.limits
         self.guarded = guard.knows(policy)
         self._fresh = _pristine(policy)
+        self._state = PrivateState(policy) if self.guarded else None
+        if self.guarded and (where := reads_environment(policy)):
+            say = f"{where} reads the environment of its process: ranks would not decide alike"
+            raise UsageError(f"policy {policy.name}: {say}; give it a Config instead")
         monitor.adopt(policy)
 
     def plan(self, views: tuple[RankView, ...], memory: Memory) -> tuple[Plan, Memory]:
@@ -45,6 +50,7 @@ class Watched:
             raise self.monitor.find(Class.RULE, "plan", f"plan returns {_short(answer)}: it must return (Plan, Memory)")
         if answer != again:
             self._differs(answer, again)
+        self._unchanged("plan")
         plan, after = answer
         self.monitor.planned(views, memory, plan, after)
         self._feed(plan)
@@ -58,10 +64,11 @@ class Watched:
             if not inspect.iscoroutine(turn):
                 raise self.monitor.find(Class.RULE, "turn", "turn is not an `async def`")
             await watched.steps(turn)
-        except (Halt, Exception, SystemExit) as error:
+        except (Halt, Exception, SystemExit, KeyboardInterrupt) as error:
             self._failed("turn", error)
         if self._guard.found is not None:
             self._failed("turn", Halt())
+        self._unchanged("turn")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -74,11 +81,18 @@ class Watched:
             finally:
                 if self.guarded:
                     self._guard.leave()
-        except (Halt, Exception, SystemExit) as error:
+        except (Halt, Exception, SystemExit, KeyboardInterrupt) as error:
             self._failed("plan", error)
         if self._guard.found is not None:
             self._failed("plan", Halt())
         return answer
+
+    def _unchanged(self, what: str) -> None:
+        """A policy remembers in its memory, and nowhere else: ranks do not share a process."""
+        changed = self._state.changed() if self._state is not None else ""
+        if changed:
+            say = f"{what} changes {changed}: what a policy remembers belongs into its Memory"
+            raise self.monitor.find(Class.RULE, "memory", say)
 
     def _failed(self, what: str, error: BaseException) -> None:
         """Raise what a policy's callback ended with, in one line. Errors of the kernel pass."""

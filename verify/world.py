@@ -118,6 +118,7 @@ class SimWorld:
         scheduler.stuck = self._stuck
         self._mains: list[asyncio.Task[Any]] = []
         self._unfinished = 0
+        self._closing = False
 
     def run(self, main: Callable[[SimRank], Coroutine[Any, Any, T]]) -> list[T]:
         """Run `main(ports)` on every rank until all have returned and all devices are idle; the results in rank order.
@@ -155,7 +156,9 @@ class SimWorld:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._unfinished -= 1
-        if not task.cancelled():
+        if task.cancelled() and not self._closing:
+            self.scheduler.fail(f"rank {self._mains.index(task)}: its main task was cancelled by its own code", None)
+        elif not task.cancelled():
             error = task.exception()
             if error is not None:
                 error.add_note(f"raised on rank {self._mains.index(task)} at {self.now_ns / 1e6:.3f} ms")
@@ -188,6 +191,7 @@ class SimWorld:
 
     def _close(self) -> None:
         """Cancel what is left, as asyncio.run does, and let it end quietly."""
+        self._closing = True
         for ports in self.ranks:
             if ports.device.launches is not None:
                 ports.device.launches.drop()

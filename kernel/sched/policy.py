@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Protocol
 
+from kernel.errors import UsageError
+
 SEAM_VERSION: Final = 1
 
 
@@ -130,16 +132,24 @@ class Gate(Protocol):
         """Let P go on by `span` boundaries (ALL: to its end). Nothing if no epoch is open."""
 
 
+BOUNDS: Final = ("span", "epoch", "backlog")
+
+
 @dataclass(frozen=True, slots=True)
 class Guarantees:
     """What a policy claims; `turnstile check` judges each by itself.
 
-    decode_bound: a ready D launches after at most `span` segments, one `epoch`, or the whole `backlog` of P.
+    decode_bound: a ready D launches after at most one segment of its `span`, one `epoch`, or the whole `backlog` of P.
+    Raises UsageError for another bound.
     """
 
     deadlock_free: bool = True
     epochs_complete: bool = True
     decode_bound: str = "span"
+
+    def __post_init__(self) -> None:
+        if self.decode_bound not in BOUNDS:
+            raise UsageError(f"decode_bound={self.decode_bound!r}: a policy may claim {', '.join(BOUNDS)}")
 
 
 @dataclass(frozen=True, slots=True)

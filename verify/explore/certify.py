@@ -45,16 +45,19 @@ def judge(
     budget: int = BUDGET,
     roomy: Program | None = None,
     settled: Sequence[str] = (),
+    doubt: int = 0,
 ) -> dict[str, Result]:
     """The verdict on each of `rules`, and on all OTHERS together.
 
     budget: executions. roomy: the same scenario with room for every kernel on the device; what holds there and not in
-    `program` is conditional. settled: rules whose failures count nowhere, since they are known already.
+    `program` is conditional. settled: rules whose failures count nowhere, since they are known already. doubt:
+    schedules of asyncio's own order to run besides, where everything seems proved: code may notice that an await
+    suspends.
     """
-    found = _seen(program, (*rules, OTHERS), budget, tuple(settled))
+    found = _seen(program, (*rules, OTHERS), budget, tuple(settled), doubt)
     results = {rule: conclude(scope, evidence) for rule, evidence in found.items()}
     if roomy is not None and any(evidence.failure is not None for evidence in found.values()):
-        wide = judge(roomy, scope, rules, budget, settled=settled)
+        wide = judge(roomy, scope, rules, budget, settled=settled, doubt=doubt)
         return {rule: conditional(result, wide[rule]) for rule, result in results.items()}
     return results
 
@@ -106,7 +109,9 @@ class _Judged:
         return bool(self.certain) and len(self.certain.keys() | self.hidden.keys()) == len(self.rules)
 
 
-def _seen(program: Program, rules: tuple[str, ...], budget: int, settled: tuple[str, ...]) -> dict[str, Evidence]:
+def _seen(
+    program: Program, rules: tuple[str, ...], budget: int, settled: tuple[str, ...], doubt: int
+) -> dict[str, Evidence]:
     judged = _Judged(program, rules, settled)
     first = execute(program)
     complete = not first.trace.races
@@ -114,6 +119,8 @@ def _seen(program: Program, rules: tuple[str, ...], budget: int, settled: tuple[
         judged.add(first)
     else:
         complete = _reduced(program, judged, max(1, budget // 2))
+    if complete and not judged.certain and not judged.doubtful:
+        _doubted(judged, doubt)
     evidence = {}
     for rule in rules:
         seen = judged.certain.get(rule)
@@ -126,6 +133,18 @@ def _seen(program: Program, rules: tuple[str, ...], budget: int, settled: tuple[
             seen = replace(judged.shared, complete=True) if complete else _searched(judged, rule, budget)
         evidence[rule] = seen
     return evidence
+
+
+def _doubted(judged: _Judged, schedules: int) -> None:
+    """Run a few schedules as production orders them; whatever fails there is certain."""
+    for choose in [None, *islice(mixture(judged.shared.steps), max(0, schedules - 1))][:schedules]:
+        execution = execute(judged.program, choose, fifo=True)
+        for rule in judged.rules:
+            failure = judged.broken(execution, rule)
+            if failure is not None and rule not in judged.certain:
+                judged.certain[rule] = replace(judged.shared, fidelity="fifo", failure=failure, execution=execution)
+            elif failure is None and execution.broken and execution.failure is not None:
+                judged.hidden.setdefault(rule, execution.failure.say)
 
 
 def _reduced(program: Program, judged: _Judged, budget: int) -> bool:

@@ -28,7 +28,10 @@ _PHASE_OF = {
 }  # fmt: skip
 _PLAIN = frozenset({"plan", "p_active", "d_ready", "span", "activate", "epoch", "bucket", "round"})
 _STORES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_SLICE")
-_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "IMPORT_NAME")
+_READS = (
+    "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "IMPORT_NAME",
+    "MAKE_FUNCTION",  # what an inner function does is in other code
+)  # fmt: skip
 
 
 def touched(task: asyncio.Task[Any], rank: int) -> Things:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from verify.explore.result import Conclusion, Result
 from verify.explore.smaller import case_of
 from verify.family import family
 from verify.findings import GUARANTEES
+from verify.guard import foreign
 from verify.monitor import declared
 from verify.world import WIDE
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from verify.enact import MakePolicy
     from verify.monitor import Bound
     from verify.scenario import Scenario
+
+DOUBT = 2
+"""Schedules in asyncio's own order that a policy from outside is run under besides its proof."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ def check(
     chosen = list(scenarios) if scenarios is not None else list(_family(scope, make_policy))
     scope = replace(scope, world=chosen[0].world) if chosen else scope
     policy = make_policy(scope.policy, chosen[0].limits)
+    doubt = DOUBT if _foreign(policy) else 0
     worst: dict[str, tuple[Result, Scenario]] = {}
     executions = steps = ran = 0
     for scenario in chosen:
@@ -138,7 +144,7 @@ def check(
             _program(scope, scenario, make_policy, options), str(scenario), rules,
             max(1, scope.budget // 10) if open_ else scope.budget,
             _program(scope, replace(scenario, capacity=WIDE), make_policy, options) if scope.capacity < WIDE else None,
-            settled,
+            settled, doubt,
         )  # fmt: skip
         ran += 1
         executions += max(result.evidence.executions for result in results.values())
@@ -164,6 +170,12 @@ def check(
         steps=steps,
         counterexample=found,
     )
+
+
+def _foreign(policy: Policy) -> bool:
+    """Whether any of a policy's code is not ours."""
+    files = [getattr(sys.modules.get(cls.__module__), "__file__", None) or "" for cls in type(policy).__mro__[:-1]]
+    return any(foreign(file) for file in files)
 
 
 def _family(scope: Scope, make_policy: MakePolicy) -> Iterable[Scenario]:

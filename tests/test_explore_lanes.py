@@ -1,0 +1,203 @@
+"""What a step of a rank's loop may touch, kind by kind: too little, and an order of two steps is never looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kernel.gate import RankGate
+from kernel.prefill import Epoch
+from kernel.request import Phase
+from kernel.sched.policy import Plan
+from kernel.topology import World
+from verify.explore.dpor import explore
+from verify.explore.execution import execute
+from verify.explore.footprint import everything, gate_calls, touched
+from verify.explore.lanes import LaneLoop
+from verify.world import SimWorld
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from kernel.sched.policy import Gate
+    from verify.world import SimRank
+
+SEEN: list[str] = []
+
+
+# -- code -------------------------------------------------------------------------------------------------------
+
+
+async def three(self: Any, gate: Gate, more: Any) -> None:
+    await gate.reached()
+
+
+async def keyword(gate: Gate, *, more: Any = None) -> None:
+    await gate.reached()
+
+
+async def inner(gate: Gate) -> None:
+    note: Any = lambda: SEEN.append("P")  # noqa: E731
+    note()
+    await gate.reached()
+
+
+async def inner_with_a_cell(gate: Gate) -> None:
+    plan = gate.plan
+    note: Any = lambda: plan.round  # noqa: E731
+    note()
+    await gate.reached()
+
+
+async def attribute(gate: Gate) -> None:
+    gate.plan = Plan(0) if False else gate.plan
+    await gate.reached()
+
+
+async def stored(gate: Gate) -> None:
+    gate.plan = gate.plan
+    await gate.reached()
+
+
+async def deleted(gate: Gate) -> None:
+    del gate.plan
+    await gate.reached()
+
+
+async def itself(self: Any) -> None:
+    await self.reached()
+
+
+async def word(gate: Gate) -> None:
+    what: Any = "self"
+    if gate.plan != what:
+        await gate.reached()
+
+
+async def another_self(gate: Gate) -> None:
+    self = gate
+    await self.reached()
+
+
+@pytest.mark.parametrize(
+    "anything", [three, keyword, inner, inner_with_a_cell, attribute, stored, deleted, itself], ids=lambda f: f.__name__
+)
+def test_code_that_may_touch_more(anything: Any) -> None:
+    assert gate_calls(anything.__code__) is None
+
+
+@pytest.mark.parametrize("plain", [word, another_self], ids=lambda f: f.__name__)
+def test_code_that_touches_one_phase(plain: Any) -> None:
+    assert gate_calls(plain.__code__) == ("P",)
+
+
+def things(coro: Any) -> Any:
+    try:
+        return touched(SimpleNamespace(get_coro=lambda: coro), 3)  # type: ignore[arg-type]
+    finally:
+        if hasattr(coro, "close"):
+            coro.close()
+
+
+def test_what_a_task_touches() -> None:
+    gate: Any = RankGate(Plan(0), SimpleNamespace(rank=3), None)  # type: ignore[arg-type]
+    every = everything(3)
+    assert len(every) == 3
+    assert things(word(gate)) == (("gate", 3, "P"),)
+    assert things(inner(gate)) == every, "harmless parameters do not make its code so"
+    assert things(word([])) == every, "a list is not a gate"  # type: ignore[arg-type]
+    ended = word(gate)
+    ended.close()
+    assert things(ended) == every
+    assert things(SimpleNamespace()) == every
+    for late, touches in ((True, every), (False, ())):
+        epoch: Any = SimpleNamespace(late=late)
+        assert things(Epoch._finish(epoch, None, 1, "")) == touches
+
+
+# -- steps ------------------------------------------------------------------------------------------------------
+
+
+def program_of(main: Callable[[SimRank, list[str]], Coroutine[Any, Any, None]], seen: list[str]) -> Any:
+    """Runs `main` on one rank, which notes an order; each execution's order goes to `seen`."""
+
+    def program(**options: Any) -> None:
+        order: list[str] = []
+
+        async def one(sim: SimRank) -> None:
+            await main(sim, order)
+
+        SimWorld(World(1), **options).run(one)
+        seen.append("".join(order))
+
+    return program
+
+
+async def waits_for_devices(sim: SimRank, order: list[str]) -> None:
+    async def wait(phase: Phase) -> None:
+        event = sim.device.stream(phase).submit(lambda: sim.device.compute(str(phase), 7), str(phase))
+        await event.wait()
+        order.append(str(phase))
+
+    async with asyncio.TaskGroup() as group:
+        for phase in Phase:
+            group.create_task(wait(phase), name=str(phase))
+
+
+async def calls_back(sim: SimRank, order: list[str]) -> None:
+    async def nothing() -> None: ...
+
+    tasks = [asyncio.get_running_loop().create_task(nothing(), name=name) for name in "ab"]
+    for task in tasks:
+        task.add_done_callback(lambda ended: order.append(ended.get_name()))
+    await asyncio.gather(*tasks)
+
+
+async def notes_after_a_while(sim: SimRank, order: list[str]) -> None:
+    async def note(name: str, delay: float) -> None:
+        await asyncio.sleep(delay)
+        order.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(note("a", 0.001), name="a")
+        group.create_task(note("b", 0.002), name="b")
+
+
+@pytest.mark.parametrize("fifo", [False, True])
+def test_what_comes_from_two_streams_comes_in_either_order(fifo: bool) -> None:
+    """In production too: the queue of what is ready is one, and who joins it first is not for the rank to say."""
+    seen: list[str] = []
+    found = list(explore(program_of(waits_for_devices, seen), fifo=fifo))
+    assert set(seen) == {"DP", "PD"}
+    assert len(found) < 40
+
+
+def test_callbacks_of_two_tasks_run_in_either_order() -> None:
+    seen: list[str] = []
+    list(explore(program_of(calls_back, seen)))
+    assert {"ab", "ba"} <= set(seen)
+
+
+def test_a_race_at_a_step_without_a_choice_is_passed_over() -> None:
+    """The clock alone orders these two, and says so; there is no other actor to take in place of the first."""
+    seen: list[str] = []
+    found = list(explore(program_of(notes_after_a_while, seen)))
+    assert set(seen) == {"ab"}
+    assert all(execution.trace.clock for execution in found)
+    assert any(execution.trace.races for execution in found)
+
+
+def test_a_closed_loop_takes_nothing() -> None:
+    loop = LaneLoop()
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.call_soon(print)
+
+
+def test_one_run_of_one_schedule_is_always_the_same() -> None:
+    seen: list[str] = []
+    program = program_of(waits_for_devices, seen)
+    assert execute(program).trace.names == execute(program).trace.names
