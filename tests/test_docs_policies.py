@@ -69,6 +69,7 @@ def follow(theirs: Repository, block: Block) -> None:
         assert matches(told, ran.stdout), f"line {block.line}: {command} prints\n{ran.stdout}{ran.stderr}"
 
 
+@pytest.mark.slow
 def test_the_page_works(tmp_path: Path) -> None:
     theirs = Repository(tmp_path)
     (theirs.folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:asyncio -p no:cacheprovider\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from verify.world import SimRank
 
 SEEN: list[str] = []
+MOST = 100
 
 
 # -- code -------------------------------------------------------------------------------------------------------
@@ -82,6 +84,12 @@ async def another_self(gate: Gate) -> None:
     await self.reached()
 
 
+async def never_uses_self(self: Any, gate: Gate) -> None:
+    what: Any = "self"
+    if gate.plan != what:
+        await gate.reached()
+
+
 @pytest.mark.parametrize(
     "anything", [three, keyword, inner, inner_with_a_cell, attribute, stored, deleted, itself], ids=lambda f: f.__name__
 )
@@ -89,7 +97,7 @@ def test_code_that_may_touch_more(anything: Any) -> None:
     assert gate_calls(anything.__code__) is None
 
 
-@pytest.mark.parametrize("plain", [word, another_self], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("plain", [word, another_self, never_uses_self], ids=lambda f: f.__name__)
 def test_code_that_touches_one_phase(plain: Any) -> None:
     assert gate_calls(plain.__code__) == ("P",)
 
@@ -170,21 +178,21 @@ async def notes_after_a_while(sim: SimRank, order: list[str]) -> None:
 def test_what_comes_from_two_streams_comes_in_either_order(fifo: bool) -> None:
     """In production too: the queue of what is ready is one, and who joins it first is not for the rank to say."""
     seen: list[str] = []
-    found = list(explore(program_of(waits_for_devices, seen), fifo=fifo))
+    found = list(islice(explore(program_of(waits_for_devices, seen), fifo=fifo), MOST))
     assert set(seen) == {"DP", "PD"}
-    assert len(found) < 40
+    assert len(found) < MOST
 
 
 def test_callbacks_of_two_tasks_run_in_either_order() -> None:
     seen: list[str] = []
-    list(explore(program_of(calls_back, seen)))
+    assert len(list(islice(explore(program_of(calls_back, seen)), MOST))) < MOST
     assert {"ab", "ba"} <= set(seen)
 
 
 def test_a_race_at_a_step_without_a_choice_is_passed_over() -> None:
     """The clock alone orders these two, and says so; there is no other actor to take in place of the first."""
     seen: list[str] = []
-    found = list(explore(program_of(notes_after_a_while, seen)))
+    found = list(islice(explore(program_of(notes_after_a_while, seen)), MOST))
     assert set(seen) == {"ab"}
     assert all(execution.trace.clock for execution in found)
     assert any(execution.trace.races for execution in found)

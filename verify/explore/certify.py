@@ -137,7 +137,7 @@ def _seen(
 
 def _doubted(judged: _Judged, schedules: int) -> None:
     """Run a few schedules as production orders them; whatever fails there is certain."""
-    for choose in [None, *islice(mixture(judged.shared.steps), max(0, schedules - 1))][:schedules]:
+    for choose in islice(mixture(judged.shared.steps), schedules):
         execution = execute(judged.program, choose, fifo=True)
         for rule in judged.rules:
             failure = judged.broken(execution, rule)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from verify.monitor import Bound
     from verify.scenario import Scenario
 
-DOUBT = 2
+DOUBT = 1
 """Schedules in asyncio's own order that a policy from outside is run under besides its proof."""
 
 
