@@ -61,6 +61,12 @@ async def stores(self: Any, gate: Gate) -> None:
     gate.plan.extra["x"] = 1  # type: ignore[attr-defined]
 
 
+async def makes(self: Any, gate: Gate) -> None:
+    tell = lambda: print("released")  # noqa: E731
+    tell()
+    gate.release(1)
+
+
 def closes() -> Any:
     done = False
 
@@ -78,7 +84,7 @@ def test_only_calls_of_a_gate_are_plain() -> None:
     assert gate_calls(both.__code__) == ("D", "P")
     assert gate_calls(Unordered._prefill.__code__) == ("P",)
     assert gate_calls(Unordered._decode.__code__) == ("D",)
-    for anything in (counts, reads, meets, globals_, stores, closes(), Fine.turn, Unordered.turn):
+    for anything in (counts, reads, meets, globals_, stores, makes, closes(), Fine.turn, Unordered.turn):
         assert gate_calls(anything.__code__) is None, anything
 
 

@@ -57,7 +57,7 @@ def everything(rank: int) -> Things:
 @lru_cache(maxsize=512)
 def gate_calls(code: CodeType) -> tuple[str, ...] | None:
     """The phases whose part of the gate a coroutine uses, where it uses nothing else; None where that is not so."""
-    if code.co_argcount > 2 or code.co_kwonlyargcount:
+    if code.co_freevars or code.co_cellvars or code.co_argcount > 2 or code.co_kwonlyargcount:
         return None
     parameters = code.co_varnames[: code.co_argcount]
     phases: dict[str, None] = {}
