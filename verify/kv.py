@@ -127,7 +127,7 @@ class SimKV:
         for other, kernel in block.users.items():
             if other is phase:
                 continue
-            if kernel is not None and (trace := kernel.queue.chip.scheduler.trace) is not None:
+            if kernel is not None and kernel.number >= 0 and (trace := kernel.queue.chip.scheduler.trace) is not None:
                 trace.touch("finish", kernel.queue.chip.rank, str(other), kernel.number)
             if kernel is None or not kernel.finished:
                 raise ModelError(
