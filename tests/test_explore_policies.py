@@ -35,7 +35,7 @@ def test_each_guarantee_is_proved_by_one_execution(policy: str) -> None:
     assert_proved_at_once(judged(policy, World(4, 2, 2), segments=3))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(("policy", "world"), list(product(ORDERED, WORLDS)), ids=str)
 def test_each_guarantee_is_proved_in_every_scope(policy: str, world: World) -> None:
     for segments in (1, 2, 3):
