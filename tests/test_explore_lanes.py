@@ -11,13 +11,14 @@ import pytest
 
 from kernel.gate import RankGate
 from kernel.prefill import Epoch
-from kernel.request import Phase
+from kernel.request import Phase, Row
 from kernel.sched.policy import Plan
 from kernel.topology import World
 from verify.explore.dpor import explore
 from verify.explore.execution import execute
 from verify.explore.footprint import everything, gate_calls, touched
 from verify.explore.lanes import LaneLoop
+from verify.kv import SimKV
 from verify.world import SimWorld
 
 if TYPE_CHECKING:
@@ -209,3 +210,29 @@ def test_one_run_of_one_schedule_is_always_the_same() -> None:
     seen: list[str] = []
     program = program_of(waits_for_devices, seen)
     assert execute(program).trace.names == execute(program).trace.names
+
+
+def test_whether_the_other_phase_still_uses_a_block_is_a_matter_of_order() -> None:
+    """D reads what P wrote once its own device work is done, which says nothing about P's."""
+
+    def program(**options: Any) -> None:
+        pool = SimKV(4)
+        row = Row(0, (1, 2, 3), 0, (0,), None)
+
+        async def main(sim: SimRank) -> None:
+            device = sim.device
+
+            def prefill() -> None:
+                pool.feed(Phase.P, row)
+                pool.enqueued(Phase.P, row, device.compute("P", 7))
+
+            device.stream(Phase.P).submit(prefill, "P e0 [0,1)")
+            await device.stream(Phase.D).submit(lambda: device.compute("D", 7), "D 0").wait()
+            pool.feed(Phase.D, Row(0, (4,), 3, (0,), None))
+
+        SimWorld(World(1), **options).run(main)
+
+    found = list(islice(explore(program), MOST))
+    assert len(found) < MOST
+    assert {execution.failure is None for execution in found if not execution.cut} == {True, False}
+    assert not found[0].trace.clock
