@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kernel.errors import OrderViolation
 from kernel.gate import RankGate
 from kernel.prefill import Epoch
 from kernel.request import Phase, Row
@@ -236,3 +237,27 @@ def test_whether_the_other_phase_still_uses_a_block_is_a_matter_of_order() -> No
     assert len(found) < MOST
     assert {execution.failure is None for execution in found if not execution.cut} == {True, False}
     assert not found[0].trace.clock
+
+
+def test_only_work_of_p_is_routed_and_only_once() -> None:
+    refused: list[str] = []
+
+    async def main(sim: SimRank) -> None:
+        device = sim.device
+
+        def routes() -> None:
+            try:
+                device.routed(lambda: None)
+            except OrderViolation as error:
+                refused.append(str(error))
+
+        def nested() -> None:
+            device.routed(routes)
+
+        routes()
+        device.stream(Phase.D).submit(routes, "D 0")
+        device.stream(Phase.P).submit(nested, "P e0 [0,1)")
+        device.stream(Phase.P).submit(lambda: device.routed(lambda: None), "P e0 [1,2)")
+
+    SimWorld(World(1)).run(main)
+    assert refused == ["rank 0 routes a collective outside P's work"] * 3

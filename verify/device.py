@@ -279,7 +279,7 @@ class SimDevice:
 
     def routed(self, work: Callable[[], T]) -> T:
         """Run `work` of P with D's stream as its target, with edges from and to P's stream."""
-        if self._active is not Phase.P or self._target is None or self._target.phase is not Phase.P:
+        if self._target is None or self._target.phase is not Phase.P:
             raise OrderViolation(f"rank {self.rank} routes a collective outside P's work")
         mine, theirs = self._target, self.chip.queues[Phase.D]
         self._touch(Phase.D)
