@@ -101,14 +101,13 @@ class KVCache:
             raise UsageError(f"sessions {sessions}: one turn of a session at a time can hold KV")
         if any(request in self._leases for request, *_ in wanted):
             raise UsageError("a request reserves once; its lease is still held")
-        held = [self._claim(session, prompt) for _, session, prompt, _ in wanted]
-        self._evict(total - sum(len(kept.blocks) for kept, _ in held) - len(self._free))
+        # What a session keeps beyond its next context serves the others, whatever their order: it is free before any
+        # of them is served.
+        held = [self._claim(session, prompt, self.need(longest)) for _, session, prompt, longest in wanted]
+        self._evict(total - sum(len(blocks) for blocks, _ in held) - len(self._free))
         leases = []
-        for (request, session, _, longest), (kept, matched) in zip(wanted, held, strict=True):
-            need = self.need(longest)
-            while len(kept.blocks) > need:
-                self._free.append(kept.blocks.pop())
-            blocks = (*kept.blocks, *(self._free.pop() for _ in range(need - len(kept.blocks))))
+        for (request, session, _, longest), (own, matched) in zip(wanted, held, strict=True):
+            blocks = (*own, *(self._free.pop() for _ in range(self.need(longest) - len(own))))
             lease = Lease(request, session, blocks, matched)
             self._leases[request] = lease
             self._busy[session] = request
@@ -167,13 +166,15 @@ class KVCache:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _claim(self, session: int, prompt: Sequence[int]) -> tuple[Kept, int]:
+    def _claim(self, session: int, prompt: Sequence[int], need: int) -> tuple[list[int], int]:
+        """Take at most `need` blocks that a session keeps, and how many prompt tokens they hold; the rest is free."""
         matched = self.cached(session, prompt)
         kept = self._kept.pop(session, None)
         if kept is None:
-            return Kept([], [], 0), 0
+            return [], 0
         self._reusable -= len(kept.blocks)
-        return kept, matched
+        self._free.extend(reversed(kept.blocks[need:]))
+        return kept.blocks[:need], matched
 
     def _evict(self, blocks: int) -> None:
         """Free at least `blocks` kept blocks, from the tail of the least recently used sessions."""

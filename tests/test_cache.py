@@ -9,6 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kernel.cache import KVCache
 from kernel.errors import LeaseExpired, UsageError
 
+TURN = st.tuples(
+    st.integers(0, 4), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 6), st.integers(0, 20)
+)
+"""Session, new tokens, longest output, how much of the session's history the prompt repeats."""
+
 
 class Pool(RuleBasedStateMachine):
     """Sessions take turns on a small pool; a model remembers which tokens each block holds."""
@@ -26,30 +31,33 @@ class Pool(RuleBasedStateMachine):
         for position, token in enumerate(tokens):
             self.content.setdefault(blocks[position // size], [0] * size)[position % size] = token
 
-    @rule(session=st.integers(0, 4), more=st.lists(st.integers(0, 3), min_size=1, max_size=8), longest=st.integers(1,
-    6),
-          keep=st.integers(0, 20))  # fmt: skip
-    def admit(self, session: int, more: list[int], longest: int, keep: int) -> None:
-        prompt = [*self.history.get(session, [])[:keep], *more]
-        total = len(prompt) + longest
-        fits = self.cache.need(total) <= self.cache.available
-        request, self.next = self.next, self.next + 1
-        if not fits or not self.cache.idle(session):
+    @rule(turns=st.lists(TURN, min_size=1, max_size=3, unique_by=lambda turn: turn[0]))
+    def admit(self, turns: list[tuple[int, list[int], int, int]]) -> None:
+        """One plan admits several turns at once, in any order."""
+        wanted = []
+        for session, more, longest, keep in turns:
+            prompt = [*self.history.get(session, [])[:keep], *more]
+            wanted.append((self.next, session, prompt, len(prompt) + longest))
+            self.next += 1
+        fits = sum(self.cache.need(total) for *_, total in wanted) <= self.cache.available
+        if not fits or not all(self.cache.idle(session) for _, session, *_ in wanted):
             before = self.cache.available
             with pytest.raises(UsageError):
-                self.cache.reserve([(request, session, prompt, total)])
+                self.cache.reserve(wanted)
             assert self.cache.available == before
-            assert not self.cache.holds(request)
+            assert not any(self.cache.holds(request) for request, *_ in wanted)
             return
-        expected = self.cache.cached(session, prompt)
-        (lease,) = self.cache.reserve([(request, session, prompt, total)])
-        assert lease.cached == expected < len(prompt)
-        assert len(lease.blocks) == self.cache.need(total)
-        size = self.cache.block_size
-        held = [self.content[lease.blocks[i // size]][i % size] for i in range(lease.cached)]
-        assert held == prompt[: lease.cached], "reused KV is of other tokens"
-        self.running[request] = (session, prompt + [9] * longest)
-        self._write(request, prompt + [9] * longest)
+        expected = [self.cache.cached(session, prompt) for _, session, prompt, _ in wanted]
+        leases = self.cache.reserve(wanted)
+        for (request, session, prompt, total), cached, lease in zip(wanted, expected, leases, strict=True):
+            assert lease.cached == cached < len(prompt)
+            assert len(lease.blocks) == self.cache.need(total)
+            size = self.cache.block_size
+            held = [self.content[lease.blocks[i // size]][i % size] for i in range(lease.cached)]
+            assert held == prompt[: lease.cached], "reused KV is of other tokens"
+            self.running[request] = (session, prompt + [9] * (total - len(prompt)))
+        for request, *_ in wanted:
+            self._write(request, self.running[request][1])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -102,3 +110,13 @@ def test_eviction_takes_the_tail_of_the_least_recently_used_session() -> None:
     cache.reserve([(9, 9, [5, 6], 2)])
     assert cache.cached(7, [1, 2, 3, 4, 5]) == 2
     assert cache.cached(8, [1, 2, 3, 4, 5]) == 4
+
+
+def test_what_a_session_keeps_too_much_serves_those_before_it() -> None:
+    """Session 0 keeps two blocks and its next turn takes one: the other is free for whoever is admitted with it."""
+    cache = KVCache(blocks=2, block_size=4)
+    cache.reserve([(1, 0, [0, 1, 2, 3, 4], 6)])
+    cache.release(1, [0, 1, 2, 3, 4])
+    other, own = cache.reserve([(2, 2, [9], 2), (3, 0, [0, 1, 2], 4)])
+    assert (other.cached, own.cached) == (0, 2)
+    cache.check()
