@@ -4,6 +4,7 @@
 #   PYTHON=/path/to/python3   the interpreter for .venv, instead of the first one found that is new enough
 #   PIP_ARGS='...'            passed on to pip, for instance to say where it finds the CPU build of torch
 #   ARGS='...'                passed on to turnstile or pytest
+#   WORKERS=2                 processes that the tests are spread over; 0: this one alone
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
@@ -14,6 +15,8 @@ RUN := $(VENV)/bin/python
 PYTHON ?=
 PIP_ARGS ?=
 ARGS ?=
+WORKERS ?= 2
+PARALLEL := -n $(WORKERS) --dist worksteal
 PY ?= python3
 
 help:
@@ -31,7 +34,7 @@ rollout: $(VENV)/ready
 	$(RUN) -m turnstile compare --demo $(ARGS)
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -m "not slow and not grid and not gpu and not spin" $(ARGS)
+	$(RUN) -m pytest $(PARALLEL) -m "not slow and not grid and not gpu and not spin" $(ARGS)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
@@ -42,11 +45,11 @@ test-all: test test-more test-spin
 
 # What `make test` leaves out, and its searches again with more examples.
 test-more: $(VENV)/ready
-	$(RUN) -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not grid and not gpu and not spin" $(ARGS)
+	$(RUN) -m pytest $(PARALLEL) --hypothesis-profile=deep -m "(slow or hypothesis) and not grid and not gpu and not spin" $(ARGS)
 
 # Needs spin and a C compiler; skipped, with the reason, where they are missing.
 test-spin: $(VENV)/ready
-	$(RUN) -m pytest -m "spin and not grid" $(ARGS)
+	$(RUN) -m pytest $(PARALLEL) -m "spin and not grid" $(ARGS)
 
 test-deep: $(VENV)/ready
 	$(RUN) -m pytest --hypothesis-profile=deep -m grid $(ARGS)

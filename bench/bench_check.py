@@ -33,19 +33,19 @@ sys.path.insert(0, str(HOUSE))
 from kernel.inbox import Submit  # noqa: E402
 from kernel.request import Request, SamplingParams  # noqa: E402
 from kernel.topology import World  # noqa: E402
-from verify.arrivals import SimTurn, Trajectory  # noqa: E402
-from verify.enact import attempt, run  # noqa: E402
 from verify.explore.certify import certify  # noqa: E402
 from verify.explore.execution import execute  # noqa: E402
 from verify.explore.search import uniform  # noqa: E402
-from verify.family import START, family  # noqa: E402
-from verify.scenario import Scenario  # noqa: E402
-from verify.simulation import Engine, simulate  # noqa: E402
+from verify.sim.arrivals import SimTurn, Trajectory  # noqa: E402
+from verify.sim.simulation import Engine, simulate  # noqa: E402
+from verify.trial.enact import attempt, run  # noqa: E402
+from verify.trial.family import START, family  # noqa: E402
+from verify.trial.scenario import Scenario  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from verify.scheduler import Actor
+    from verify.sim.scheduler import Actor
 
 RESULTS = Path(__file__).parent / "results" / "check.json"
 LAYERS, ITERATIONS = 40, 41

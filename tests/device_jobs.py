@@ -6,18 +6,18 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from tests import statespace
-from verify.collectives import Communicator, Shape
-from verify.device import SimEvent
-from verify.kernels import Chip, Queue
-from verify.scheduler import Scheduler
-from verify.waits import Wait
+from verify.sim.collectives import Communicator, Shape
+from verify.sim.device import SimEvent
+from verify.sim.kernels import Chip, Queue
+from verify.sim.scheduler import Scheduler
+from verify.sim.waits import Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from verify.explore.lanes import LaneLoop
-    from verify.scheduler import Choose
-    from verify.trace import Trace
+    from verify.sim.scheduler import Choose
+    from verify.sim.trace import Trace
 
 
 class Meeting:

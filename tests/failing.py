@@ -10,13 +10,13 @@ from kernel.request import Phase
 from kernel.sched.fine import Fine
 from kernel.sched.policy import Guarantees
 from kernel.topology import Role, World
-from verify.world import SimWorld
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kernel.sched.policy import Gate, Limits
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 
 def racing(ranks: int = 2, capacity: int = 1, rounds: int = 1, before: int = 0) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from verify.blame import Certainty, Class
 
 if TYPE_CHECKING:
     from kernel.sched.policy import Gate
-    from verify.monitor import Bound
+    from verify.trial.monitor import Bound
 
 PAIR: Final = World(2, adp=2, route="paper")
 """Two replicas of one rank: all of P is routed, as in the paper's conflicting pair."""
@@ -65,9 +65,9 @@ class Mutant:
     """One mistake.
 
     what: in a line. changes: that plant it. classes: of which the checker may find it. rule: that it says was broken.
-    executions: that it took. member: of `verify.family` that shows it. policy: a name, or a class that is the mistake
-    itself. or_rule: that it says instead where another rank is first. spin: the variant of tests/spin_variants.py that
-    is the same mistake, in a protocol without these checks.
+    executions: that it took. member: of `verify.trial.family` that shows it. policy: a name, or the class that is
+    the mistake. or_rule: that it says instead where another rank is first. spin: the variant of tests/spin_variants.py
+    that is the same mistake, in a protocol without these checks.
     """
 
     name: str
@@ -179,7 +179,8 @@ ORDER: Final = (
     ),
     Mutant(
         "one layer more", "one rank's model has a boundary more", RULE, "shared plan",
-        (Change("verify.model:SimModel.__init__", "        self.world, self.layers, self.vocab = world, layers, vocab",
+        (Change("verify.sim.model:SimModel.__init__",
+                "        self.world, self.layers, self.vocab = world, layers, vocab",
                 "self.world, self.layers, self.vocab = world, layers + (device.rank == 1), vocab"),),
         spin="one boundary more on one rank",
     ),

@@ -16,8 +16,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kernel.gate import RankGate
-from verify.rendezvous import SimRendezvous
-from verify.watched import WatchedGate
+from verify.sim.rendezvous import SimRendezvous
+from verify.trial.watched import WatchedGate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

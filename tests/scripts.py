@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.sched import registry
 from kernel.sched.policy import Plan
-from verify.enact import run
+from verify.trial.enact import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernel.sched.policy import Limits, Memory, RankView
-    from verify.scenario import Scenario
+    from verify.trial.scenario import Scenario
 
 Script = tuple[tuple[Plan, "Memory"], ...]
 
@@ -58,7 +58,7 @@ def recorded(scenario: Scenario) -> Script:
 
 
 def played(scenario: Scenario, scripts: Sequence[Script]) -> Callable[[str, Limits], Any]:
-    """Makes policies that play `scripts`, one a rank, in the order of ranks as `verify.enact.run` asks for them."""
+    """Makes policies that play `scripts`, one a rank, in the order in which `verify.trial.enact` asks for them."""
     made = 0
 
     def make(spec: str, limits: Limits) -> Any:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from kernel.rank import Rank
     from tests.scripts import Script
-    from verify.scenario import Scenario
+    from verify.trial.scenario import Scenario
 
 NAMED: Final = Change(
-    "verify.rendezvous:SimRendezvous.exchange",
+    "verify.sim.rendezvous:SimRendezvous.exchange",
     "        number, self._count, self._pending = self._count, self._count + 1, tag",
     "number, self._pending = nth(self, tag), tag",
 )
@@ -41,9 +41,9 @@ NO_ORDER: Final = Change(
     "kernel.rank:Rank._adopt", "        self._ordered = policy.guarantees.deadlock_free", "self._ordered = False"
 )
 NO_RULES: Final = (
-    Change("verify.collectives:Communicator.kernel", "        elif instance.shape != shape:", "elif False:"),
-    Change("verify.monitor:RankMonitor.planned", "        self._sane(views, before, plan, after)", "pass"),
-    Change("verify.enact:_Actor.__init__", "        monitor.attend(self.rank)", "pass"),
+    Change("verify.sim.collectives:Communicator.kernel", "        elif instance.shape != shape:", "elif False:"),
+    Change("verify.trial.monitor:RankMonitor.planned", "        self._sane(views, before, plan, after)", "pass"),
+    Change("verify.trial.enact:_Actor.__init__", "        monitor.attend(self.rank)", "pass"),
     Change("kernel.turnstile:Turnstile.enqueued", "        if self._permit < self._boundaries:", "if False:"),
 )
 BARE: Final = (*NO_DIGEST, NO_ORDER, *NO_RULES)
@@ -158,7 +158,7 @@ _BACK = replace(_TWICE, becomes="epoch = memory.epoch + activating * (-1 if memo
 
 def _layers(by: int) -> tuple[Change, ...]:
     return (
-        Change("verify.model:SimModel._forward", "        for layer in range(self.layers):",
+        Change("verify.sim.model:SimModel._forward", "        for layer in range(self.layers):",
                f"for layer in range(self.layers + ({by} if phase is Phase.P and device.rank == 1 else 0)):"),
         Change("kernel.rank:Rank._adopt",
                "        self._p = own(self.ports.device, world, self.ports.model.layers, Phase.P)",

@@ -14,7 +14,7 @@ from kernel.topology import World
 from rollout import cli
 from tests import programs
 from tests.test_verify_order_record import record
-from verify.check_program import Text, split
+from verify.check.program import Text, split
 from verify.notation import format_program, parse_program
 from verify.order import turnstile_steps
 from verify.waitgraph import diagnose_program

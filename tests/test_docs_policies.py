@@ -97,7 +97,7 @@ def test_what_counts_as_the_same() -> None:
 def test_every_call_of_the_gate_and_every_flag_is_real() -> None:
     from kernel.sched.planner import Planner
     from kernel.sched.policy import Gate
-    from verify.check_args import parser
+    from verify.check.args import parser
 
     page = PAGE.read_text()
     calls = set(re.findall(r"`(?:await )?(?:gate\.)?(\w+)\(", page)) & set(dir(Gate))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kernel.sched.fine import Fine
 from kernel.sched.unordered import Unordered
 from kernel.topology import World
-from verify.enact import run
 from verify.explore.certify import certify
 from verify.explore.execution import execute
 from verify.explore.footprint import gate_calls
 from verify.explore.policy import Scope, check
 from verify.explore.result import Conclusion
-from verify.family import family
+from verify.trial.enact import run
+from verify.trial.family import family
 
 if TYPE_CHECKING:
     from kernel.sched.policy import Gate, Limits, Policy

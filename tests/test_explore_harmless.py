@@ -15,12 +15,12 @@ from tests.planted import Change, planted
 from tests.scripts import played, recorded
 from tests.spin_twins import ALONE, NO_DIGEST, NO_ORDER
 from verify.blame import Class
-from verify.enact import run
 from verify.explore.certify import judge
 from verify.explore.policy import Scope, check
 from verify.explore.result import Conclusion
-from verify.family import family
-from verify.findings import GUARANTEES
+from verify.trial.enact import run
+from verify.trial.family import family
+from verify.trial.findings import GUARANTEES
 
 if TYPE_CHECKING:
     from verify.explore.policy import Report

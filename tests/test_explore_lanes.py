@@ -19,14 +19,14 @@ from verify.explore.dpor import explore
 from verify.explore.execution import execute
 from verify.explore.footprint import everything, gate_calls, touched
 from verify.explore.lanes import LaneLoop
-from verify.kv import SimKV
-from verify.world import SimWorld
+from verify.sim.kv import SimKV
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from kernel.sched.policy import Gate
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 SEEN: list[str] = []
 MOST = 100

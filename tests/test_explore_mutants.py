@@ -14,7 +14,6 @@ from tests.mutants import CONTROL, MUTANTS, PROGRESS, Mutant
 from tests.planted import Change, planted
 from tests.spin_variants import VARIANTS, Verdict
 from verify.blame import Class
-from verify.enact import run
 from verify.explore.counterexample import Effort, explain
 from verify.explore.execution import execute
 from verify.explore.policy import Scope, check
@@ -23,12 +22,13 @@ from verify.explore.result import Conclusion
 from verify.explore.search import mixture
 from verify.explore.smaller import case_of
 from verify.explore.story import SWITCHES
-from verify.family import family
+from verify.trial.enact import run
+from verify.trial.family import family
 
 if TYPE_CHECKING:
     from verify.explore.counterexample import Counterexample
     from verify.explore.policy import Report
-    from verify.scenario import Scenario
+    from verify.trial.scenario import Scenario
 
 EXECUTIONS = 10
 QUICK = Effort(scenario=1, scenarios=2, decisions=10, critical=3, fifo=20)

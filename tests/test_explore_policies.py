@@ -121,7 +121,7 @@ def test_any_depth_of_the_launch_queue_is_proved(depth: int, graphs: bool) -> No
 @pytest.mark.slow
 def test_a_large_scope_takes_one_execution() -> None:
     """8 ranks x 40 segments x 41 iterations."""
-    from verify.family import family
+    from verify.trial.family import family
 
     world = World(8, 2, 8, route="paper")
     scenarios = [each for each in family(world, "fine", 40, 41) if each.name == "P meets D after 1"]

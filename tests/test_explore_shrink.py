@@ -30,9 +30,9 @@ from verify.explore.shrink import (
     switches,
 )
 from verify.explore.smaller import case_of, smaller
-from verify.family import family
-from verify.trace import Trace
-from verify.world import WIDE
+from verify.sim.trace import Trace
+from verify.sim.world import WIDE
+from verify.trial.family import family
 
 if TYPE_CHECKING:
     from verify.explore.execution import Execution

@@ -14,7 +14,7 @@ from kernel.topology import World
 from verify.blame import Certainty, Class
 from verify.explore.policy import Scope, check
 from verify.explore.result import Conclusion
-from verify.family import family
+from verify.trial.family import family
 
 if TYPE_CHECKING:
     from verify.explore.policy import Report

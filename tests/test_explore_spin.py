@@ -18,12 +18,12 @@ from tests.scripts import played
 from tests.spin_twins import BARE, HELPERS, NOT_HERE, TWINS, Twin
 from tests.spin_variants import VARIANTS, Variant, Verdict
 from verify.blame import Class
-from verify.enact import run
 from verify.explore.certify import judge
 from verify.explore.dpor import explore
 from verify.explore.result import Conclusion
-from verify.family import family
-from verify.findings import GUARANTEES
+from verify.trial.enact import run
+from verify.trial.family import family
+from verify.trial.findings import GUARANTEES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

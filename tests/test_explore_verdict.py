@@ -15,15 +15,15 @@ from verify.explore.certify import OTHERS, _Judged, judge
 from verify.explore.execution import Execution, Failure
 from verify.explore.policy import Scope, check
 from verify.explore.result import Conclusion, Evidence, Result, conclude, conditional
-from verify.family import family
-from verify.findings import Finding, Found
-from verify.kernels import Chip, Kernel
-from verify.scheduler import Scheduler
-from verify.trace import Trace
-from verify.world import SimWorld
+from verify.sim.kernels import Chip, Kernel
+from verify.sim.scheduler import Scheduler
+from verify.sim.trace import Trace
+from verify.sim.world import SimWorld
+from verify.trial.family import family
+from verify.trial.findings import Finding, Found
 
 if TYPE_CHECKING:
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 GOOD = Evidence(executions=1, steps=9, complete=True)
 FAILURE = Failure(Class.CYCLE, "stands still", None, "deadlock_free")

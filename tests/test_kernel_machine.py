@@ -31,11 +31,11 @@ from kernel.replica import Output, Replica
 from kernel.request import Request, SamplingParams
 from kernel.sched import registry
 from kernel.sched.policy import Limits
-from verify.errors import Deadlock
-from verify.kv import SimKV, continuation
-from verify.model import FREE, SimModel
+from verify.sim.errors import Deadlock
+from verify.sim.kv import SimKV, continuation
+from verify.sim.model import FREE, SimModel
+from verify.sim.world import SimRank, SimWorld
 from verify.strategies import params, policies, schedules, worlds
-from verify.world import SimRank, SimWorld
 
 if TYPE_CHECKING:
     from kernel.sched.policy import Memory, Plan, Policy, RankView

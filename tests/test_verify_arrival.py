@@ -11,10 +11,10 @@ import pytest
 from kernel.request import Phase
 from kernel.topology import Role, World
 from verify.explore.execution import execute
-from verify.world import WIDE, SimWorld
+from verify.sim.world import WIDE, SimWorld
 
 if TYPE_CHECKING:
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 
 def two_after_each_other(capacity: int, **options: Any) -> Any:

@@ -16,16 +16,16 @@ from kernel.errors import ModelError, OrderViolation, RankLost, UsageError
 from kernel.program import Program
 from kernel.request import Phase
 from kernel.topology import Role, World
-from verify.errors import Deadlock
-from verify.kernels import Chip, Kernel
-from verify.loop import RankLoop
-from verify.scheduler import Scheduler
-from verify.world import WIDE, SimRank, SimWorld
+from verify.sim.errors import Deadlock
+from verify.sim.kernels import Chip, Kernel
+from verify.sim.loop import RankLoop
+from verify.sim.scheduler import Scheduler
+from verify.sim.world import WIDE, SimRank, SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from verify.scheduler import Actor
+    from verify.sim.scheduler import Actor
 
 FOUR = World(4, adp=2)
 ROUTED = next(call for call in Program(FOUR, Phase.P, 1).calls if call.routed)

@@ -16,14 +16,14 @@ from kernel.errors import ProtocolError, TurnstileError, UsageError
 from kernel.sched.fine import Fine
 from kernel.topology import World
 from verify.blame import Class
-from verify.enact import attempt, run
-from verify.family import family
-from verify.findings import Finding
-from verify.guard import TOOL, Guard, foreign
-from verify.supervise import supervised
+from verify.trial.enact import attempt, run
+from verify.trial.family import family
+from verify.trial.findings import Finding
+from verify.trial.guard import TOOL, Guard, foreign
+from verify.trial.supervise import supervised
 
 if TYPE_CHECKING:
-    from verify.scenario import Scenario
+    from verify.trial.scenario import Scenario
 
 POLICIES = Path(__file__).parent / "data" / "policies"
 

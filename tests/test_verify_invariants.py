@@ -17,9 +17,9 @@ from kernel.request import Request, SamplingParams, State
 from kernel.sched.policy import Memory, Plan, RankView
 from kernel.turnstile import Snapshot, Status
 from verify.blame import Class
-from verify.findings import Found
-from verify.invariants import RULES, Invariants
-from verify.monitor import RankMonitor
+from verify.trial.findings import Found
+from verify.trial.invariants import RULES, Invariants
+from verify.trial.monitor import RankMonitor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verify.errors import Deadlock
-from verify.loop import RankLoop
+from verify.sim.errors import Deadlock
+from verify.sim.loop import RankLoop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

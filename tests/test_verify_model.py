@@ -16,15 +16,15 @@ from kernel.program import Program
 from kernel.request import Phase, Row, Sampled, SamplingParams
 from kernel.step import Step
 from kernel.topology import World
-from verify.kernels import Kernel
-from verify.kv import SimKV, continuation, draw
-from verify.model import FREE, CostModel, SimModel
-from verify.world import SimWorld
+from verify.sim.kernels import Kernel
+from verify.sim.kv import SimKV, continuation, draw
+from verify.sim.model import FREE, CostModel, SimModel
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 GREEDY = SamplingParams(max_tokens=50)
 DONE = Kernel("done")

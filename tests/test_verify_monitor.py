@@ -30,11 +30,11 @@ from kernel.sched.normal import Normal
 from kernel.sched.policy import ALL, Guarantees
 from kernel.topology import World
 from verify.blame import Class
-from verify.enact import Outcome, attempt, run
-from verify.errors import Deadlock
-from verify.family import family
-from verify.findings import Finding, Found, from_error
-from verify.monitor import declared
+from verify.sim.errors import Deadlock
+from verify.trial.enact import Outcome, attempt, run
+from verify.trial.family import family
+from verify.trial.findings import Finding, Found, from_error
+from verify.trial.monitor import declared
 
 if TYPE_CHECKING:
     from collections.abc import Callable

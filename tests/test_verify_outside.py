@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from verify.errors import Outside
-from verify.loop import RankLoop
+from verify.sim.errors import Outside
+from verify.sim.loop import RankLoop
 
 
 def test_every_method_of_a_loop_is_there_or_refused() -> None:

@@ -15,9 +15,9 @@ from kernel.sched.fine import Fine, FineConfig
 from kernel.topology import World
 from tests.users import HOUSE, Repository
 from turnstile import explore
-from verify.family import family
 from verify.mistakes import Greedy, Moody
 from verify.testing import ASKED, Asked, NotProved, maker, spec_of
+from verify.trial.family import family
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ class Greedy(Fine):
 TESTS = """
 import pytest
 from turnstile import World, explore
-from verify.family import family
+from verify.trial.family import family
 from mine import Calm, Greedy
 
 FEW = [each for each in family(World(1), "mine", 2, 1) if each.name in ("P before D", "P meets D after 0")]
@@ -63,7 +63,7 @@ class TestClass:
 
 WRONG = """
 from turnstile import World, explore
-from verify.family import family
+from verify.trial.family import family
 from mine import Greedy
 
 FEW = [each for each in family(World(1), "mine", 2, 3) if each.name == "P meets D after 0"]

@@ -15,14 +15,14 @@ import pytest
 from kernel.program import Program
 from kernel.request import Phase
 from kernel.topology import Role, World
-from verify.errors import Deadlock
-from verify.rendezvous import uniform_skew
-from verify.world import SimRank, SimWorld
+from verify.sim.errors import Deadlock
+from verify.sim.rendezvous import uniform_skew
+from verify.sim.world import SimRank, SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verify.scheduler import Actor
+    from verify.sim.scheduler import Actor
 
 FOUR = World(4, adp=2)
 ROUTED = next(call for call in Program(FOUR, Phase.P, 1).calls if call.routed)

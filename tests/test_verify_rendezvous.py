@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kernel.errors import Divergence, RankLost, UsageError
 from kernel.topology import World
-from verify.rendezvous import uniform_skew
-from verify.world import SimWorld
+from verify.sim.rendezvous import uniform_skew
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 THREE = World(3)
 

@@ -28,16 +28,16 @@ from kernel.inbox import (
 from kernel.request import Request, SamplingParams
 from kernel.sched.policy import Plan
 from kernel.topology import World
-from verify.enact import Outcome, attempt, run
-from verify.errors import Deadlock
-from verify.family import START, family
-from verify.kv import continuation
-from verify.scenario import VOCAB, Feeder, Scenario
+from verify.sim.errors import Deadlock
+from verify.sim.kv import continuation
+from verify.trial.enact import Outcome, attempt, run
+from verify.trial.family import START, family
+from verify.trial.scenario import VOCAB, Feeder, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verify.scheduler import Actor
+    from verify.sim.scheduler import Actor
 
 SHIPPED = (
     "fine", "fine:span=2", "fine:span=3", "lean", "adaptive", "global_complete", "global_enqueue", "normal",

@@ -21,19 +21,19 @@ from kernel.request import SamplingParams
 from kernel.sched import registry
 from kernel.sched.fine import Fine
 from kernel.topology import World
-from verify.arrivals import SimTurn, Trajectory, trajectories
-from verify.errors import Deadlock
-from verify.kv import continuation
-from verify.model import FREE, CostModel
-from verify.rendezvous import uniform_skew
-from verify.simulation import Engine, Outcome, simulate
+from verify.sim.arrivals import SimTurn, Trajectory, trajectories
+from verify.sim.errors import Deadlock
+from verify.sim.kv import continuation
+from verify.sim.model import FREE, CostModel
+from verify.sim.rendezvous import uniform_skew
+from verify.sim.simulation import Engine, Outcome, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernel.inbox import Entry
     from kernel.sched.policy import Gate, Limits, Memory, Plan, Policy, RankView
-    from verify.scheduler import Actor
+    from verify.sim.scheduler import Actor
 
 ORDERED = ("normal", "global_complete", "global_enqueue", "fine", "fine:span=3", "adaptive")
 CROSSED = World(4, adp=2)
@@ -121,8 +121,8 @@ PROGRAM = """
 import sys
 sys.modules["torch"] = None  # importing it fails
 from kernel.topology import World
-from verify.arrivals import trajectories
-from verify.simulation import simulate
+from verify.sim.arrivals import trajectories
+from verify.sim.simulation import simulate
 asked = trajectories(4, 2, output=(1, 6))
 outcome = simulate(World(4, adp=2), "fine", asked, permute=True, choose=lambda options: len(options) // 2)
 print(outcome.digest, outcome.makespan_ns, outcome.steps)

@@ -13,11 +13,10 @@ from kernel.errors import RankLost, UsageError
 from kernel.inbox import Abort, EndSession, Flush, Pause, Submit
 from kernel.topology import World
 from verify.blame import Class
-from verify.enact import attempt
-from verify.errors import Deadlock
-from verify.family import family
 from verify.faults import Fault, Killed, Lateness, Picks
 from verify.mistakes import MISTAKES, Mistake
+from verify.sim.errors import Deadlock
+from verify.sim.world import WIDE
 from verify.strategies import (
     devices,
     faults,
@@ -29,10 +28,11 @@ from verify.strategies import (
     skews,
     worlds,
 )  # fmt: skip
-from verify.world import WIDE
+from verify.trial.enact import attempt
+from verify.trial.family import family
 
 if TYPE_CHECKING:
-    from verify.scenario import Scenario
+    from verify.trial.scenario import Scenario
 
 QUICK = settings(phases=[Phase.generate, Phase.shrink], max_examples=500, database=None, deadline=None)
 

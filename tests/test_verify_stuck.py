@@ -12,13 +12,13 @@ import pytest
 from kernel.errors import UsageError
 from kernel.request import Phase
 from kernel.topology import Role, World
-from verify.errors import Deadlock, Livelock, Mismatch, Orphan
-from verify.world import SimWorld
+from verify.sim.errors import Deadlock, Livelock, Mismatch, Orphan
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 FOUR = World(4, adp=2)
 

@@ -12,14 +12,14 @@ from kernel.inbox import Inbox
 from kernel.request import Phase
 from kernel.topology import Role, World
 from verify.blame import Class
-from verify.errors import Deadlock
-from verify.stuck import Standstill, wait_graph
-from verify.world import SimWorld
+from verify.sim.errors import Deadlock
+from verify.sim.stuck import Standstill, wait_graph
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from verify.world import SimRank
+    from verify.sim.world import SimRank
 
 def standstill(main: Callable[[SimRank], Coroutine[Any, Any, Any]], world: World | None = None, **options: Any) -> Any:
     """The standstill of a program; by default on two ranks."""

@@ -12,10 +12,10 @@ from kernel.request import Sampled, SamplingParams
 from kernel.sched.adaptive import Adaptive
 from kernel.sched.fine import Fine
 from kernel.topology import World
-from verify.arrivals import SimTurn, Trajectory
-from verify.model import FREE, SimModel
-from verify.rendezvous import uniform_skew
-from verify.simulation import Engine, simulate
+from verify.sim.arrivals import SimTurn, Trajectory
+from verify.sim.model import FREE, SimModel
+from verify.sim.rendezvous import uniform_skew
+from verify.sim.simulation import Engine, simulate
 
 if TYPE_CHECKING:
     from kernel.sched.planner import Situation

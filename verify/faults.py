@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kernel.errors import TurnstileError
-from verify.world import SimWorld
+from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verify.rendezvous import SimRendezvous
-    from verify.scheduler import Actor, Choose
+    from verify.sim.rendezvous import SimRendezvous
+    from verify.sim.scheduler import Actor, Choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Picks:
     picks: tuple[tuple[int, int], ...] = ()
 
     def choose(self) -> Choose:
-        """For one run, see `verify.scheduler.Choose`."""
+        """For one run, see `verify.sim.scheduler.Choose`."""
         wanted, made = dict(self.picks), 0
 
         def pick(options: Sequence[Actor]) -> int:
@@ -40,7 +40,7 @@ class Picks:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """A `verify.rendezvous.Skew`. late: (rank, number of its exchange, nanoseconds)."""
+    """A `verify.sim.rendezvous.Skew`. late: (rank, number of its exchange, nanoseconds)."""
 
     late: tuple[tuple[int, int, int], ...] = ()
 
@@ -64,7 +64,7 @@ class Fault:
     at: int
 
     def world(self, *args: Any, **options: Any) -> SimWorld:
-        """A simulated world with this fault; arguments of `verify.world.SimWorld`."""
+        """A simulated world with this fault; arguments of `verify.sim.world.SimWorld`."""
         made = SimWorld(*args, **options)
         ports = made.ranks[self.rank]
         broken = cast("SimRendezvous", _Broken(ports.rendezvous, self))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mistake:
-    """policy: its class. breaks: rules (`verify.findings`) of which one is found broken. say: what is wrong."""
+    """policy: its class. breaks: rules (`verify.trial.findings`) of which one is found broken. say: what is wrong."""
 
     name: str
     policy: type[Fine]
@@ -25,7 +25,7 @@ class Mistake:
     say: str
 
     def make(self, spec: str, limits: Limits) -> Policy:
-        """As `make_policy` of `verify.enact.run`."""
+        """As `make_policy` of `verify.trial.enact.run`."""
         return self.policy(limits)
 
     def __repr__(self) -> str:

@@ -21,10 +21,10 @@ from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Submit
 from kernel.request import Request, SamplingParams
 from kernel.topology import GATHERS, ROUTES, World
 from verify.faults import Fault, Lateness, Picks
-from verify.kv import continuation
 from verify.mistakes import MISTAKES, Mistake
-from verify.scenario import VOCAB, Scenario
-from verify.world import WIDE
+from verify.sim.kv import continuation
+from verify.sim.world import WIDE
+from verify.trial.scenario import VOCAB, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,7 +164,7 @@ def scenarios(
     disturbed: bool = True,
     late: bool = True,
 ) -> SearchStrategy[Scenario]:
-    """What happens on a simulated world, see `verify.scenario.Scenario`: sizes, and what arrives in which round.
+    """What happens on a simulated world, see `verify.trial.scenario.Scenario`: sizes, and what arrives in which round.
 
     policies, worlds: to draw from. max_prompt: new tokens of a turn, which may take several epochs. max_round: in which
     a turn arrives at the latest. disturbed: with aborts, ends of sessions, flushes and a pause. late: with ranks that
@@ -201,7 +201,7 @@ def devices(max_weight: int = 2, *, roomy: bool = True) -> SearchStrategy[dict[s
 
 
 def launch_queues(max_depth: int = 4) -> SearchStrategy[dict[str, Any]]:
-    """`depth` and `graphs` of a `verify.world.SimWorld`. Shrinks to queues without an end."""
+    """`depth` and `graphs` of a `verify.sim.world.SimWorld`. Shrinks to queues without an end."""
     _ordered("launch_queues", 1, max_depth)
     depth = st.one_of(st.none(), st.integers(1, max_depth))
     return st.fixed_dictionaries({"depth": depth, "graphs": st.booleans()})

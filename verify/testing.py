@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from verify.explore.counterexample import Counterexample
     from verify.explore.policy import Report, Scope
     from verify.explore.result import Conclusion
-    from verify.monitor import Bound
-    from verify.scenario import Scenario
+    from verify.trial.monitor import Bound
+    from verify.trial.scenario import Scenario
 
 AnyPolicy = str | type | Callable[["Limits"], Any]
 """A spec as in `--policy`, a policy class, or what makes a policy of its limits, such as a `functools.partial`."""
@@ -183,8 +183,9 @@ def explore(
     that decode. capacity: collectives that fit on a device at once, None for all. Of these four several may be given:
     every combination is a scope, and under pytest a test of its own. depth: of launch queues, None for endless. bound:
     of the wait of a ready D, instead of what the policy claims: a number of boundaries, `span`, `epoch` or `backlog`.
-    budget: executions of a scenario. scenarios: instead of those of `verify.family`. allow_inconclusive: a budget that
-    is spent without a verdict is no failure. explained: whether a failure is made small and told, which takes seconds.
+    budget: executions of a scenario. scenarios: instead of those of `verify.trial.family`. allow_inconclusive: a budget
+    that is spent without a verdict is no failure. explained: whether a failure is made small and told, which takes
+    seconds.
 
     Raises UsageError for a policy or sizes that cannot be used, and TypeError for arguments of another kind.
     """
@@ -229,7 +230,7 @@ class Grid:
         """See `explore`."""
         from kernel.topology import World
         from verify.explore.policy import Scope
-        from verify.world import WIDE
+        from verify.sim.world import WIDE
 
         axes = {
             "world": _several(World(2, adp=2, ep=2) if world is None else world, World, "world"),
@@ -294,8 +295,8 @@ def maker(policy: AnyPolicy) -> tuple[str, Callable[[str, Limits], Policy]]:
         except UsageError:
             raise
         except Exception as error:
-            from verify.findings import one_line
-            from verify.guard import raised_at
+            from verify.trial.findings import one_line
+            from verify.trial.guard import raised_at
 
             say = f"{type(error).__name__}: {one_line(str(error))}"
             raise UsageError(f"policy {own} cannot be made, {raised_at(error)}: {say}") from error
@@ -362,7 +363,7 @@ def _report(
 ) -> Report:
     """One scope, up to the first scenario that is refuted."""
     from verify.explore.policy import check
-    from verify.family import family
+    from verify.trial.family import family
 
     if scenarios is None:
         made = family(scope.world, scope.policy, scope.segments, scope.rounds, capacity=scope.capacity)

@@ -5,8 +5,8 @@ import random
 from overlap import Overlap
 
 from turnstile import World, explore
-from verify.enact import attempt
-from verify.family import family
+from verify.trial.enact import attempt
+from verify.trial.family import family
 
 WORLD = World(2, adp=2, ep=2)
 

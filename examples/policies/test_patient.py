@@ -6,8 +6,8 @@ import pytest
 from patient import Patient, PatientConfig
 
 from turnstile import World, explore
-from verify.arrivals import trajectories
-from verify.simulation import Engine, simulate
+from verify.sim.arrivals import trajectories
+from verify.sim.simulation import Engine, simulate
 
 
 @explore(world=World(2, adp=2, ep=2), segments=(1, 2), rounds=2)

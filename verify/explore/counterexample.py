@@ -33,15 +33,15 @@ from verify.explore.shrink import (
 )
 from verify.explore.story import Cut, Row, arrange, as_it_is, subject, tell
 from verify.explore.token import Token, prints
-from verify.standstill import brief
+from verify.sim.standstill import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from verify.explore.execution import Execution, Program
     from verify.explore.schedule import Decision
-    from verify.stuck import Standstill
-    from verify.trace import Trace
+    from verify.sim.stuck import Standstill
+    from verify.sim.trace import Trace
 
 S = TypeVar("S")
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verify.explore.execution import Program
-    from verify.scheduler import Actor, Choose
-    from verify.trace import Trace
+    from verify.sim.scheduler import Actor, Choose
+    from verify.sim.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 After Flanagan and Godefroid (POPL 2005) with sleep sets: each execution is run from the start; where two steps raced,
 the first of them is a place to come back to and take the other actor. What commutes is not tried both ways. Waiting for
-a fact never races (see `verify.trace`), so that a protocol whose order is fixed by what it waits for needs one
+a fact never races (see `verify.sim.trace`), so that a protocol whose order is fixed by what it waits for needs one
 execution.
 """
 
@@ -15,8 +15,8 @@ from verify.explore.execution import Cut, Execution, Program, execute
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from verify.scheduler import Actor
-    from verify.trace import Trace
+    from verify.sim.scheduler import Actor
+    from verify.sim.trace import Trace
 
 Things = tuple[tuple[Any, ...], ...]
 

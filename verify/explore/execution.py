@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verify.blame import Class
-from verify.errors import Deadlock
 from verify.explore.lanes import LaneLoop
-from verify.findings import Finding, from_error
-from verify.trace import Trace
+from verify.sim.errors import Deadlock
+from verify.sim.trace import Trace
+from verify.trial.findings import Finding, from_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from verify.scheduler import Choose, Scheduler
+    from verify.sim.scheduler import Choose, Scheduler
 
 
 class Program(Protocol):
-    """What is explored: builds a `verify.world.SimWorld` with these options, runs it once and returns what came of it.
+    """What is explored: builds a `SimWorld` (`verify.sim.world`) with these options, runs it once and returns what came
+    of it.
 
-    It raises what a rank raises, Deadlock and Livelock, or returns something with `findings` (`verify.findings`) and
-    `error`, as `verify.enact.run` does.
+    It raises what a rank raises, Deadlock and Livelock, or returns something with `findings` and `error`, as
+    `verify.trial.enact.run` does.
     """
 
     def __call__(self, **options: Any) -> Any: ...

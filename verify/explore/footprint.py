@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.prefill import Epoch
 from kernel.request import Phase
-from verify.device import SimEvent
+from verify.sim.device import SimEvent
 
 if TYPE_CHECKING:
     import asyncio

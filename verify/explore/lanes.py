@@ -14,15 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from verify.explore.footprint import everything, touched
-from verify.loop import RankLoop, RankTask
-from verify.waits import Wait, call_site, place
+from verify.sim.loop import RankLoop, RankTask
+from verify.sim.waits import Wait, call_site, place
 
 if TYPE_CHECKING:
     import contextvars
     from collections.abc import Callable, Coroutine, Generator
 
-    from verify.scheduler import Scheduler
-    from verify.trace import Trace
+    from verify.sim.scheduler import Scheduler
+    from verify.sim.trace import Trace
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.sched import registry
 from verify.blame import Certainty, Class
-from verify.enact import run
 from verify.explore.certify import BUDGET, OTHERS, judge
 from verify.explore.counterexample import Counterexample, explain
 from verify.explore.result import Conclusion, Result
 from verify.explore.smaller import case_of
-from verify.family import family
-from verify.findings import GUARANTEES
-from verify.guard import foreign
-from verify.monitor import declared
-from verify.world import WIDE
+from verify.sim.world import WIDE
+from verify.trial.enact import run
+from verify.trial.family import family
+from verify.trial.findings import GUARANTEES
+from verify.trial.guard import foreign
+from verify.trial.monitor import declared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kernel.sched.policy import Policy
     from kernel.topology import World
-    from verify.enact import MakePolicy
-    from verify.monitor import Bound
-    from verify.scenario import Scenario
+    from verify.trial.enact import MakePolicy
+    from verify.trial.monitor import Bound
+    from verify.trial.scenario import Scenario
 
 DOUBT = 1
 """Schedules in asyncio's own order that a policy from outside is run under besides its proof."""
@@ -39,8 +39,9 @@ class Scope:
 
     policy: a spec as in `--policy`. world: the ranks; its route `auto` is the policy's wish, else `paper`. segments:
     safe boundaries of an epoch. rounds: D iterations of the turns that decode. capacity: collectives that fit on a
-    device at once, WIDE for all. depth, graphs: see `verify.launches`. bound: of the wait of a ready D, judged instead
-    of what the policy claims. budget: executions of a scenario, and a tenth of it for those after one that stays open.
+    device at once, WIDE for all. depth, graphs: see `verify.sim.launches`. bound: of the wait of a ready D, judged
+    instead of what the policy claims. budget: executions of a scenario, and a tenth of it for those after one that
+    stays open.
     """
 
     policy: str
@@ -123,8 +124,8 @@ def check(
 ) -> Report:
     """Judge the policy of `scope` on each of its scenarios.
 
-    make_policy: from a spec and limits, once a rank. scenarios: instead of `verify.family`. explained: whether a
-    failure is shrunk and told. progress: called before each scenario. options: further ones of `verify.enact.run`.
+    make_policy: from a spec and limits, once a rank. scenarios: instead of `verify.trial.family`. explained: whether a
+    failure is shrunk and told. progress: called before each scenario. options: others of `verify.trial.enact.run`.
     Raises UsageError for a policy that cannot be used.
     """
     chosen = list(scenarios) if scenarios is not None else list(_family(scope, make_policy))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from verify.explore.execution import Execution, Program
-    from verify.scheduler import Actor, Choose
-    from verify.trace import Trace
+    from verify.sim.scheduler import Actor, Choose
+    from verify.sim.trace import Trace
 
 Decision = tuple[int, str]
 

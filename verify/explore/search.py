@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from verify.scheduler import Actor, Choose
+    from verify.sim.scheduler import Actor, Choose
 
 
 def uniform(seed: int) -> Choose:

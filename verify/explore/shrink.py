@@ -9,17 +9,17 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from verify.errors import Deadlock
 from verify.explore.dpor import explore
 from verify.explore.schedule import DELIVERED, Decision, Schedule, followed, made
+from verify.sim.errors import Deadlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from verify.blame import Class
     from verify.explore.execution import Execution, Failure, Program
-    from verify.stuck import Standstill
-    from verify.trace import Trace
+    from verify.sim.stuck import Standstill
+    from verify.sim.trace import Trace
 
 S = TypeVar("S")
 
@@ -29,7 +29,7 @@ RUNS = 200
 
 @dataclass(frozen=True)
 class Sign:
-    """What must stay the same. kinds: of a standstill (`verify.stuck.Standstill.kinds`)."""
+    """What must stay the same. kinds: of a standstill (`verify.sim.stuck.Standstill.kinds`)."""
 
     cls: Class
     rule: str

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from kernel.errors import UsageError
 from kernel.inbox import Abort, EndSession, Submit
 from kernel.sched import registry
-from verify.enact import run
 from verify.explore.counterexample import Case
-from verify.scenario import Scenario
-from verify.world import WIDE
+from verify.sim.world import WIDE
+from verify.trial.enact import run
+from verify.trial.scenario import Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kernel.inbox import Entry
     from kernel.topology import World
-    from verify.enact import MakePolicy
     from verify.explore.token import Token
-    from verify.monitor import Bound
+    from verify.trial.enact import MakePolicy
+    from verify.trial.monitor import Bound
 
 
 def case_of(
@@ -29,8 +29,8 @@ def case_of(
 ) -> Case[Scenario]:
     """A scenario of the real rank and a policy, to be explained.
 
-    Arguments: see `verify.enact.run`. options: of the world besides, such as depth and graphs; they and the bound are
-    kept in tokens, so they must be plain.
+    Arguments: see `verify.trial.enact.run`. options: of the world besides, such as depth and graphs; tokens keep them
+    and the bound, so they must be plain.
     """
     extra = {name: value for name, value in {"bound": bound, **options}.items() if value is not None}
 

@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from verify.explore.shrink import also_before, few_switches, rank_of
-from verify.standstill import brief
+from verify.sim.standstill import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from verify.trace import Trace
+    from verify.sim.trace import Trace
 
 SWITCHES = 6
 """Changes of rank that a story has at most."""

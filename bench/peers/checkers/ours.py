@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from bench.peers.checkers.cell import Answer, read
 from kernel.topology import World
-from verify.enact import run
 from verify.explore.certify import certify
 from verify.explore.result import Conclusion
-from verify.family import START, family
-from verify.world import WIDE
+from verify.sim.world import WIDE
+from verify.trial.enact import run
+from verify.trial.family import START, family
 
 if TYPE_CHECKING:
-    from verify.scenario import Scenario
+    from verify.trial.scenario import Scenario
 
 VERDICTS = {Conclusion.PROVED: "proved", Conclusion.REFUTED: "deadlock", Conclusion.INCONCLUSIVE: "unfinished"}
 

@@ -1,0 +1,187 @@
+"""A policy, judged in every scope asked for, and by the order certificate for more ranks and layers.
+
+The policy's own code runs in a child process that is watched, whatever it does: see `supervise` and `guard` in
+`verify.trial`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from kernel.errors import TurnstileError, UsageError
+from kernel.sched import registry
+from kernel.sched.policy import Guarantees
+from verify.blame import Certainty
+from verify.check.answer import Answer, worst, wrapped
+from verify.check.order import certified
+from verify.explore.certify import OTHERS
+from verify.explore.policy import Report, Scope, check
+from verify.explore.result import Conclusion
+from verify.sim.world import WIDE
+from verify.trial.findings import GUARANTEES, Finding, one_line
+from verify.trial.guard import Guard, raised_at
+from verify.trial.supervise import Beat, supervised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kernel.sched.policy import Limits, Policy
+    from verify.check.args import Options
+    from verify.explore.result import Result
+    from verify.trial.scenario import Scenario
+
+SILENCE_S: Final = 10.0
+"""Seconds without a callback after which a policy's code that is running counts as stuck; imports must be faster."""
+
+
+def check_policy(options: Options) -> Answer:
+    """The answer about a policy. Raises UsageError for one that cannot be loaded or made."""
+    answer = supervised(lambda beat: _judged(options, beat), SILENCE_S)
+    if not isinstance(answer, Finding):
+        return answer
+    plain = {"class": str(answer.cls), "rule": answer.rule, "say": answer.say, "where": answer.where}
+    return Answer(
+        Conclusion.REFUTED, answer.cls, Certainty.CERTAIN, _scope(options), counterexample=plain,
+        body=(*wrapped(f"failed    {answer}", 10), ""),
+    )  # fmt: skip
+
+
+def create(spec: str, limits: Limits) -> Policy:
+    """`kernel.sched.registry.create`, where whatever goes wrong is a UsageError of one line with the policy's line."""
+    try:
+        policy = registry.create(spec, limits)
+    except (TurnstileError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        where, say = raised_at(error), one_line(str(error))
+        raise UsageError(f"policy {spec} cannot be made, {where}: {type(error).__name__}: {say}") from error
+    for attribute in ("name", "limits"):
+        if not hasattr(policy, attribute):
+            raise UsageError(f"policy {spec} has no {attribute!r}: subclass kernel.sched.planner.Planner")
+    if not isinstance(getattr(policy, "guarantees", None), Guarantees):
+        raise UsageError(f"policy {spec} has no guarantees: subclass kernel.sched.planner.Planner")
+    return policy
+
+
+def _judged(options: Options, beat: Beat) -> Answer:
+    """In the child: the search of each scope until one is refuted, then the certificate."""
+    reports: list[Report] = []
+    capacity = WIDE if options.capacity is None else options.capacity
+    progress = Progress()
+    for world in options.worlds:
+        for segments in options.segments:
+            # Once a scope stays open so does the answer, unless another one refutes: less is spent on those.
+            open_ = any(report.verdict is Conclusion.INCONCLUSIVE for report in reports)
+            budget = max(1, options.budget // 10) if open_ else options.budget
+            scope = Scope(
+                options.target, world, segments, options.rounds, capacity, options.depth, bound=options.bound,
+                budget=budget,
+            )  # fmt: skip
+            report = check(scope, create, progress=progress.of(scope), guard=Guard(beat=beat))
+            reports.append(report)
+            if report.verdict is Conclusion.REFUTED:
+                break
+        if reports[-1].verdict is Conclusion.REFUTED:
+            break
+    progress.clear()
+    proved = all(report.proved for report in reports)
+    certificate = certified(options, create, Guard(beat=beat)) if options.layers and proved else None
+    return _answer(options, reports, certificate)
+
+
+class Progress:
+    """One line on standard error, written over again and again, where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def of(self, scope: Scope) -> Callable[[Scenario], None] | None:
+        """Shows a scenario of a scope."""
+        if not self._shown:
+            return None
+        return lambda scenario: self._write(f"{scope}: {scenario.name}"[:100])
+
+    def clear(self) -> None:
+        """Leave an empty line behind."""
+        if self._shown:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def _answer(options: Options, reports: Sequence[Report], certificate: Answer | None) -> Answer:
+    last = reports[worst([(report.verdict, report.certainty) for report in reports])]
+    rules = {rule: _worst_of(rule, reports) for rule in (*GUARANTEES, OTHERS)}
+    verdict, cls, certainty = last.verdict, last.cls, last.certainty
+    if certificate is not None and last.proved and certificate.verdict is not Conclusion.PROVED:
+        verdict, cls, certainty = certificate.verdict, certificate.cls, certificate.certainty
+    plain = last.to_dict()
+    guarantees = {
+        rule: {**report.to_dict()["guarantees"][rule], "scope": str(report.scope)}
+        for rule, (report, _) in rules.items()
+    }
+    more: dict[str, Any] = {
+        "steps": sum(report.steps for report in reports),
+        "scenarios": sum(report.scenarios for report in reports),
+        "guarantees": guarantees,
+        "scopes": [
+            {"scope": str(report.scope), "verdict": str(report.verdict), "executions": report.executions}
+            for report in reports
+        ],
+        "certificate": certificate.to_dict() if certificate is not None else None,
+    }
+    body = [_line(rule, result, last.claims.get(rule, "")) for rule, (_, result) in rules.items()]
+    if certificate is not None:
+        body += certificate.body
+    if last.counterexample is not None:
+        body += ["", *str(last.counterexample).splitlines(), ""]
+    executions, scenarios = sum(report.executions for report in reports), more["scenarios"]
+    return Answer(
+        verdict, cls, certainty, f"{_scope(options, reports)}, {scenarios} scenario{'s'[: scenarios != 1]}", executions,
+        plain["replay"], plain["counterexample"], more, tuple(body), _how(last, executions, scenarios),
+    )  # fmt: skip
+
+
+def _how(last: Report, executions: int, scenarios: int) -> str:
+    if last.verdict is Conclusion.PROVED:
+        each = "one execution of each" if executions == scenarios else f"{executions} executions"
+        return f"for all schedules, by {each}"
+    if last.verdict is Conclusion.INCONCLUSIVE:
+        open_ = next(result for result in last.guarantees.values() if result.verdict is Conclusion.INCONCLUSIVE)
+        return open_.reason
+    return ""
+
+
+def _worst_of(rule: str, reports: Sequence[Report]) -> tuple[Report, Result]:
+    found = [(report, report.guarantees[rule]) for report in reports if rule in report.guarantees]
+    return found[worst([(result.verdict, result.certainty) for _, result in found])]
+
+
+def _line(rule: str, result: Result, claim: str) -> str:
+    verdict = str(result.verdict)
+    if result.verdict is Conclusion.REFUTED:
+        verdict = f"REFUTED ({result.certainty})"
+    return f"{rule:16} {verdict:21} {claim}"[:120]
+
+
+def _scope(options: Options, reports: Sequence[Report] = ()) -> str:
+    """What was looked at, in words: up to the scope that was refuted."""
+    scopes = [report.scope for report in reports]
+    if len(scopes) == 1:
+        return str(scopes[0])
+    worlds = list(dict.fromkeys(scope.world for scope in scopes)) or list(options.worlds)
+    segments = sorted({scope.segments for scope in scopes}) or list(options.segments)
+    first, last = segments[0], segments[-1]
+    room = "room for every kernel" if options.capacity is None else f"capacity {options.capacity}"
+    parts = [
+        " and ".join(map(str, worlds)),
+        f"{first} to {last} segments" if first < last else f"{first} segment{'s'[: first > 1]}",
+        f"{options.rounds} D iteration{'s'[: options.rounds > 1]}",
+        room,
+    ]
+    if options.depth is not None:
+        parts.append(f"launch queues of {options.depth}")
+    return f"{options.target} on {', '.join(parts)}"

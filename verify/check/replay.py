@@ -1,0 +1,74 @@
+"""The schedule of a counterexample, run again from its token: the same failure, another one, or none any more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verify.blame import Certainty, Class
+from verify.check.answer import Answer, wrapped
+from verify.check.policy import SILENCE_S, create
+from verify.explore.counterexample import Effort, explain
+from verify.explore.result import Conclusion
+from verify.explore.smaller import case_of_token
+from verify.explore.token import Token, rerun
+from verify.trial.findings import Finding
+from verify.trial.guard import Guard
+from verify.trial.supervise import Beat, supervised
+
+if TYPE_CHECKING:
+    from verify.check.args import Options
+    from verify.explore.token import Rerun
+
+AS_IT_IS = Effort(scenario=0, scenarios=0, decisions=0)
+"""A token holds a schedule that has been made small already."""
+
+
+def check_replay(options: Options) -> Answer:
+    """The answer about a token. Raises UsageError for a damaged one, and for a policy that cannot be loaded."""
+    token = Token.parse(options.replay)
+    case = case_of_token(token, create)
+    answer = supervised(lambda beat: _again(options, token, beat), SILENCE_S)
+    if not isinstance(answer, Finding):
+        return answer
+    plain = {"class": str(answer.cls), "rule": answer.rule, "say": answer.say, "where": answer.where}
+    return Answer(
+        Conclusion.REFUTED, answer.cls, Certainty.CERTAIN, case.scope(case.scenario), 1, options.replay, plain,
+        body=(*wrapped(f"failed    {answer}", 10), ""),
+    )  # fmt: skip
+
+
+def _again(options: Options, token: Token, beat: Beat) -> Answer:
+    """In the child."""
+    case = case_of_token(token, create)
+    create(case.scenario.policy, case.scenario.limits)
+    guarded = case.program
+
+    def program(scenario: Any) -> Any:
+        return partial(guarded(scenario), guard=Guard(beat=beat))
+
+    made = rerun(token, program(case.scenario), notes=True)
+    scope = f"one schedule of {case.scope(case.scenario)}"
+    replayed = {"same": made.same, "exact": made.exact, "say": made.say}
+    failure = made.execution.fails(token.rule) or made.execution.failure
+    if failure is None:
+        return Answer(
+            Conclusion.PROVED, Class.NONE, Certainty.CERTAIN, scope, 1, more={"replayed": replayed},
+            body=(*wrapped(f"replayed  {made.say}", 10, 2), ""),
+            reason="it no longer fails; check again for all schedules",
+        )  # fmt: skip
+    fifo = token.fidelity == "fifo"
+    found = explain(
+        replace(case, program=program), made.execution, fifo=fifo, rule=failure.rule, effort=AS_IT_IS
+    )
+    return Answer(
+        Conclusion.REFUTED, found.cls, found.certainty, scope, 1, found.token, found.to_dict(), {"replayed": replayed},
+        (*str(found).splitlines(), "", *wrapped(f"replayed  {_state(made)}: {made.say}", 10, 2), ""),
+    )  # fmt: skip
+
+
+def _state(made: Rerun) -> str:
+    if made.exact and made.same:
+        return "exact"
+    return "still fails" if made.same else "fails in another way"
