@@ -13,6 +13,7 @@
     ├── PolicyError              a policy's own code raised (rank, round, file and line)
     ├── ModelError               model code awaited, skipped or reordered something it must not
     ├── LeaseExpired             a prefill result outlived the request that asked for it
+    ├── DeviceFault              a GPU ran out of memory, or reported an error (rank, phase, submission)
     └── RankLost                 a peer ended, or the run was aborted, while we waited for it
 
 Each message is one line: what, where (rank, epoch, boundary, file and line) and what to do.
@@ -86,6 +87,10 @@ class ModelError(TurnstileError):
 
 class LeaseExpired(TurnstileError):
     """A prefill result outlived the request that asked for it."""
+
+
+class DeviceFault(TurnstileError):
+    """A GPU ran out of memory, or reported an error; the message names rank, phase and submission."""
 
 
 class RankLost(TurnstileError):

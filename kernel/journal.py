@@ -102,13 +102,14 @@ class Journal:
             sequence = self._enqueued[key] = self._enqueued.get(key, 0) + 1
             self._collective(Kind.ENQUEUE, key, call, sequence, size)
 
-    def device(self, phase: Phase, label: str, what: str) -> None:
-        """The device starts or finishes a submission; `what` is "start" or "finish"."""
+    def device(self, phase: Phase, label: str, what: str, time_ns: int = 0) -> None:
+        """The device starts or finishes a submission; `what` is "start" or "finish". time_ns: when, 0 for now."""
         known = self._labels.get(label) if what == "start" else self._labels.pop(label, None)
         if known is not None:
             round_, epoch, a, b = known
             kind = Kind.WORK_START if what == "start" else Kind.WORK_FINISH
-            self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, self._recorder.site(label))
+            site = self._recorder.site(label)
+            self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, site, time_ns)
 
     def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
         """The device starts or finishes a collective."""

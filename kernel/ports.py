@@ -146,11 +146,12 @@ class Model(Protocol):
 
     layers: int
 
-    def forward(self, step: Step, rows: Sequence[Row]) -> Coroutine[Any, Any, list[Sampled | None]]:
+    def forward(self, step: Step, rows: Sequence[Row]) -> Coroutine[Any, Any, Sequence[Sampled | None]]:
         """One forward of `rows` (none on an idle rank), as an `async def` that a driver advances.
 
         It awaits only `step.boundary(i)` for i = 0 .. layers-1 and `step.ready(handle)`. Writes the fed tokens' KV
-        into the rows' blocks, leaves each drawn token in the row's slot, and returns what it drew, row by row.
+        into the rows' blocks, leaves each drawn token in the row's slot, and returns what it drew, row by row. Where
+        work is only enqueued the numbers are there, and may be looked at, once the submission's event is done.
         """
 
     def reload(self, path: str) -> None:

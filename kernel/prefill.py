@@ -29,7 +29,7 @@ class Epoch:
         self,
         number: int,
         state: PhaseState,
-        driver: Driver[list[Sampled | None]],
+        driver: Driver[Sequence[Sampled | None]],
         rows: Sequence[Row],
         sizes: tuple[int, ...],
         published: Callable[[int], None],
@@ -89,7 +89,7 @@ class Epoch:
         self.settled = self.settled or ended
 
     @property
-    def sampled(self) -> list[Sampled | None]:
+    def sampled(self) -> Sequence[Sampled | None]:
         """The first tokens of its complete prompts, row by row; only once finished."""
         assert self._driver.result is not None, "an epoch is asked for its results before it has finished"
         return self._driver.result

@@ -32,7 +32,7 @@ from kernel.step import Step
 from kernel.turnstile import Turnstile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from kernel.cache import KVCache
     from kernel.journal import Journal
@@ -65,7 +65,7 @@ class Iteration:
 
     round: int
     turns: list[Turn]
-    task: asyncio.Task[list[Sampled | None]]
+    task: asyncio.Task[Sequence[Sampled | None]]
 
 
 class Rank:
@@ -197,7 +197,7 @@ class Rank:
         rows = self._replica.begin(plan.prefill[self._replica.index], plan.round)
         sizes = tuple(sum(chunk.tokens for chunk in chunks) for chunks in plan.prefill)
         step = self._step(self._p, sizes, sum(row.fed for row in rows))
-        driver: Driver[list[Sampled | None]] = Driver(
+        driver: Driver[Sequence[Sampled | None]] = Driver(
             self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.P)
         )
         number = plan.activate
@@ -252,7 +252,7 @@ class Rank:
         sizes = (plan.bucket,) * self.world.adp
         label = f"D {plan.round}"
         step = self._step(self._d, sizes, len(rows))
-        driver: Driver[list[Sampled | None]] = Driver(
+        driver: Driver[Sequence[Sampled | None]] = Driver(
             self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.D)
         )
         calls = self._d.program.calls
@@ -408,7 +408,7 @@ class Rank:
         return self._tasks.create_task(work, name=name)
 
 
-def _whole(driver: Driver[list[Sampled | None]]) -> list[Sampled | None]:
+def _whole(driver: Driver[Sequence[Sampled | None]]) -> Sequence[Sampled | None]:
     """Advance a D forward to its end; under D nothing may suspend."""
     driver.advance(1 << 30)
     assert driver.result is not None

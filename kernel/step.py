@@ -61,6 +61,11 @@ class Step:
         self._next = 0
         self._cross = any(call.role is Role.ADP for call in program.at(Site.GATHER, 0))
 
+    @property
+    def bucket(self) -> int:
+        """Rows that the plan gives this replica: what D pads its rows to."""
+        return self._rows[self._replica]
+
     # -- what a model may await ---------------------------------------------------------------------------------
 
     def boundary(self, index: int) -> Suspend:
@@ -104,6 +109,12 @@ class Step:
     def head(self, shard: Tensor) -> Tensor:
         """Collect the vocabulary shards of the sampled rows: [rows, vocab/a] -> [rows, vocab]."""
         return self._run(Site.HEAD, -1, shard)
+
+    def replayed(self) -> None:
+        """The whole program ran at once, inside one launch (a captured graph). Raises ModelError after a part of it."""
+        if self._next:
+            raise ModelError(f"{self.phase} forward replays its program after {self.program.calls[self._next - 1]} ran")
+        self._next = len(self.program.calls)
 
     def finished(self) -> None:
         """Raise ModelError unless every collective of the program has run."""

@@ -31,19 +31,41 @@ def load(
     slots: int,
     dtype: object = "float32",
     device: str = "cpu",
+    attention: str = "reference",
+    weights: str = "checkpoint",
+    quantization: str | None = None,
 ) -> Model:
     """The model in the Hugging Face checkpoint directory `path`, as `rank` of `world` holds it.
 
     Only this rank's slices are read. blocks, block_size: KV pool, in blocks and in tokens a block. slots: rows of the
-    replica's slot table. dtype: `float32` or `bfloat16` (or the torch.dtype).
-    Raises UsageError on an unsupported family, bad config fields, tensors that do not fit (each listed), and a world
-    that the model does not divide over.
+    replica's slot table. dtype: `float32` or `bfloat16` (or the torch.dtype). device: `cpu` or, as torch names it, a
+    CUDA device. attention: `reference` (torch alone) or `flashinfer` (CUDA, bfloat16). weights: `checkpoint`, or
+    `dummy`, made on the device from config.json alone. quantization: None, or `fp8` for the weights of experts.
+    Raises UsageError on an unsupported family, bad config fields, tensors that do not fit (each listed), a world that
+    the model does not divide over, and options that do not go together.
     """
     for name, value in (("blocks", blocks), ("block_size", block_size), ("slots", slots)):
         if value < 1:
             raise UsageError(f"{name}={value}: at least 1 is needed")
+    for name, choice, choices in (
+        ("attention", attention, ("reference", "flashinfer")),
+        ("weights", weights, ("checkpoint", "dummy")),
+        ("quantization", quantization, (None, "fp8")),
+    ):
+        if choice not in choices:
+            raise UsageError(f"{name} {choice}: choose one of {', '.join(map(str, choices))}")
     module = import_module(FAMILIES[read_config(path).model_type].module)
     model: Model = module.load(
-        path, world, rank, blocks=blocks, block_size=block_size, slots=slots, dtype=dtype, device=device
+        path,
+        world,
+        rank,
+        blocks=blocks,
+        block_size=block_size,
+        slots=slots,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        weights=weights,
+        quantization=quantization,
     )
     return model

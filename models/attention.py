@@ -17,7 +17,7 @@ from torch import Tensor
 from models.layers import ints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kernel.request import Row
 
@@ -97,10 +97,10 @@ class Batch:
 
     tokens: fed tokens n. first: index of each row's first fed token. slots: of each row. positions: [n, 1, 1]. cells:
     where the fed tokens go. single: every row feeds one token. Such rows are attended in one piece, padded to the
-    longest one's blocks (units, mask); others one by one (spans).
+    longest one's blocks (units, mask); others one by one (spans). send: brings integers to the device.
     """
 
-    def __init__(self, rows: Sequence[Row], pool: KVPool) -> None:
+    def __init__(self, rows: Sequence[Row], pool: KVPool, send: Callable[[list[int]], Tensor] | None = None) -> None:
         size, device = pool.block_size, str(pool.storage.device)
         fed = [row.fed for row in rows]
         self.first = list(accumulate(fed, initial=0))
@@ -120,7 +120,8 @@ class Batch:
         tables = chain.from_iterable(row.blocks[:depth] + (0,) * (depth - len(row.blocks)) for row in rows)
         # One transfer to the device for all of it.
         sizes = (n, n, len(rows), len(rows) * depth)
-        numbers = ints([*positions, *places, *(row.slot for row in rows), *tables], device)
+        numbers_ = [*positions, *places, *(row.slot for row in rows), *tables]
+        numbers = ints(numbers_, device) if send is None else send(numbers_)
         at, places_, self.slots, table = numbers.split_with_sizes(sizes)
         self.positions = at.view(-1, 1, 1)
         self.cells = pool.cells(places_)
@@ -139,7 +140,24 @@ class Batch:
             self.spans.append(Span(start, stop, units, mask))
 
 
-def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch) -> Tensor:
+class Fixed:
+    """A `Batch` of single tokens made of device tensors alone, so that a captured graph can hold it.
+
+    positions, places: [n] int64. tables: [n, depth] int64, the blocks that each row reads; past its context, anything.
+    """
+
+    single = True
+    spans: Sequence[Span] = ()
+
+    def __init__(self, positions: Tensor, places: Tensor, tables: Tensor, pool: KVPool) -> None:
+        self.tokens = positions.shape[0]
+        self.positions = positions.view(-1, 1, 1)
+        self.cells = pool.cells(places)
+        self.units = pool.units(tables)
+        self.mask = pool.mask(self.positions.unsqueeze(1), tables.shape[1])
+
+
+def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch | Fixed) -> Tensor:
     """Attention of the fed tokens over their rows' contexts, which the pool already holds.
 
     q: [n, Q, head_dim]. kv: [n, 2K, head_dim], the fed tokens' own keys and values. Returns [n, Q * head_dim].

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 READABLE: Final = frozenset({"F32", "BF16", "F16"})
+
+
+class Tensors(Protocol):
+    """Where weights are read from: a `Checkpoint`, or what stands in for one."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], allowed: Iterable[str] = ()) -> None:
+        """Raise UsageError unless these are the `expected` tensors."""
+
+    def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
+        """Copy `name[index]` into `out`, converting its type."""
 
 
 class Checkpoint:

@@ -4,22 +4,43 @@ Two ways to the same sum, chosen by size alone, so that every forward of one sha
 every local expert for every row as two matrix products and weights unchosen ones with zero: several times the
 arithmetic and a fraction of the operations, which is faster while rows and experts are few. *Grouped* sorts
 (row, expert) pairs by expert and multiplies each group with its own weights.
+
+On a CUDA device dense reads all local experts' weights once, which decode batches do anyway (64 rows that choose 8 of
+64 experts miss none); past `DENSE_ROWS` its surplus arithmetic costs more than sorting. There grouped needs bfloat16:
+torch's grouped product of other types reads the group ends back and waits for the device.
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from models.fused import fuses, gated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DENSE_FLOPS: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float32: 12e6, torch.bfloat16: 1e6})
 """Below this much arithmetic dense was faster (one core of an EPYC 7003, torch 2.13, 8 to 64 experts)."""
+DENSE_ROWS: Final = 128
+"""On a CUDA device, rows up to which dense is used in bfloat16 (an estimate: at 128 rows an H200's matmul peak takes as
+long for the surplus arithmetic of 64 experts as its memory for their weights)."""
+DENSE_BYTES: Final = 1 << 28
+"""On a CUDA device, the most bytes of intermediate numbers that dense makes at a time."""
+
+
+class Mixture(Protocol):
+    """One rank's experts of one layer."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The only expert, of every row with weight 1: a gated MLP. [n, hidden] -> [n, hidden]."""
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
 
 
 def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -37,6 +58,38 @@ def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, T
     return (weights if weights.dtype is x.dtype else weights.to(x.dtype)), chosen
 
 
+class Order:
+    """(row, expert) pairs sorted by local expert, without a wait; pairs of other ranks' experts come last.
+
+    rows: the row of each sorted pair, [n * k]. order: which pair it is. ends: int32 [experts], where each expert's
+    pairs end, as grouped products want it.
+    """
+
+    def __init__(self, chosen: Tensor, first: int, bounds: Tensor, total: int) -> None:
+        """chosen: [n, k]. first: the first local expert. bounds: int16 0 .. experts-1. total: of all ranks."""
+        self._shape, experts = chosen.shape, bounds.shape[0]
+        # int16 halves the passes of the device's radix sort, twice.
+        pair = (chosen - first).to(torch.int16).flatten()
+        self._foreign: Tensor | None = None
+        if experts != total:
+            self._foreign = (pair < 0) | (pair >= experts)
+            pair = pair.masked_fill(self._foreign, experts)
+        pair, self.order = pair.sort(stable=True)
+        self.ends = torch.searchsorted(pair, bounds, right=True, out_int32=True)
+        self.rows = self.order // chosen.shape[1]
+
+    def sum(self, out: Tensor) -> Tensor:
+        """Sum sorted pairs' results [n * k, hidden] by row: [n, hidden]. In one order always, unlike index_add_."""
+        n, k = self._shape
+        back = torch.empty_like(self.order)
+        back.scatter_(0, self.order, torch.arange(n * k, device=out.device))
+        found = out.index_select(0, back).view(n, k, out.shape[1])
+        if self._foreign is not None:
+            # Behind the last group lies whatever was in memory.
+            found = found.masked_fill_(self._foreign.view(n, k, 1), 0)
+        return found.sum(1)
+
+
 class Experts:
     """The local experts first .. first+E-1 out of `total`.
 
@@ -52,6 +105,9 @@ class Experts:
         # grouped_mm wants strides of whole 16-byte units.
         groupable = all(n * up.element_size() % 16 == 0 for n in (2 * self._columns, hidden, self._columns))
         self._dense_flops = DENSE_FLOPS.get(up.dtype, 0.0) if groupable else float("inf")
+        self._cuda, self._fused = up.device.type == "cuda", fuses(up.device, up.dtype)
+        self._permutes = groupable and up.dtype is torch.bfloat16
+        self._bounds = torch.arange(self._experts, dtype=torch.int16, device=up.device)
 
     def plain(self, x: Tensor) -> Tensor:
         """The only expert, of every row with weight 1: a gated MLP. [n, hidden] -> [n, hidden]."""
@@ -60,6 +116,8 @@ class Experts:
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
+        if self._cuda:
+            return self._on_cuda(x, weights, chosen)
         if self._row_flops * x.shape[0] <= self._dense_flops:
             return self.dense(x, weights, chosen)
         return self.grouped(x, weights, chosen)
@@ -70,7 +128,11 @@ class Experts:
         share = x.new_zeros((rows, self._total)).scatter_(1, chosen, weights)
         if experts != self._total:
             share = share[:, self._first : self._first + experts]
-        gate, value = torch.mm(x, self._flat_up).view(rows, experts, 2, columns).unbind(2)
+        both = torch.mm(x, self._flat_up)
+        if self._fused:
+            inner = gated(both.view(rows * experts, 2 * columns), share.reshape(-1), True)
+            return torch.mm(inner.view(rows, experts * columns), self._flat_down)
+        gate, value = both.view(rows, experts, 2, columns).unbind(2)
         inner = F.silu(gate).mul_(value).mul_(share.unsqueeze(-1))
         return torch.mm(inner.view(rows, experts * columns), self._flat_down)
 
@@ -87,3 +149,20 @@ class Experts:
         inner = F.silu(gate).mul_(value).mul_(weights.flatten().index_select(0, order).unsqueeze(-1))
         out = F.grouped_mm(inner, self._down, offs=ends).masked_fill_((pair == experts).unsqueeze(-1), 0)
         return torch.zeros_like(x).index_add_(0, row, out)
+
+    def permuted(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """As `grouped`, on a device: nothing waits, and rows are summed in one order always."""
+        pairs = Order(chosen, self._first, self._bounds, self._total)
+        both = F.grouped_mm(x.index_select(0, pairs.rows), self._up, offs=pairs.ends)
+        inner = gated(both, weights.flatten().index_select(0, pairs.order), self._fused)
+        return pairs.sum(F.grouped_mm(inner, self._down, offs=pairs.ends))
+
+    def _on_cuda(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if self._permutes and rows > DENSE_ROWS:
+            return self.permuted(x, weights, chosen)
+        part = max(1, DENSE_BYTES // (2 * self._experts * self._columns * x.element_size()))
+        if rows <= part:
+            return self.dense(x, weights, chosen)
+        cuts = [slice(start, start + part) for start in range(0, rows, part)]
+        return torch.cat([self.dense(x[cut], weights[cut], chosen[cut]) for cut in cuts])

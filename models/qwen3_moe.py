@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from kernel.errors import UsageError
-from kernel.request import Row, Sampled
-from models.attention import Batch, KVPool, attend
+from models.attention import KVPool
 from models.checkpoint import Checkpoint
 from models.config import Qwen3MoeConfig, read_config
+from models.cuda_inputs import DeviceSource
+from models.dummy import DummyTensors
 from models.experts import Experts, route
-from models.layers import Norm, Rotary, embed, ints
+from models.experts_fp8 import Fp8Experts, check_fp8, quantised
+from models.fused import parts
+from models.inputs import HostSource
+from models.layers import Rotary, embed
 from models.qwen3_moe_weights import Weights, read_weights
-from models.sampling import sample
 from models.shards import dtype_name, shard
 
 if TYPE_CHECKING:
@@ -26,13 +29,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kernel.ports import Step
+    from kernel.request import Row, Sampled
     from kernel.topology import World
+    from models.experts import Mixture
+    from models.fused import Angles
+    from models.inputs import Inputs, Source
 
 
 class Qwen3Moe:
     """A `kernel.ports.Model`. Holds no state of a forward, so prefill and decode may run at the same time.
 
-    layers: decoder layers. pool: keys and values. slots: the last sampled token of each slot, [slots] int64.
+    layers: decoder layers. pool: keys and values. slots: the last sampled token of each slot, int64. scratch_block,
+    scratch_slot: one more of each than asked for, for rows of padding (a device only; else -1). source: makes the
+    inputs of eager forwards.
     """
 
     def __init__(
@@ -45,78 +54,106 @@ class Qwen3Moe:
         blocks: int,
         block_size: int,
         slots: int,
+        attention: str = "reference",
+        quantization: str | None = None,
+        staged: bool | None = None,
     ) -> None:
+        """attention: `reference` or `flashinfer`. quantization: `fp8` expert weights, or None.
+
+        staged: inputs and results travel as on a device; None: where there is one.
+        """
         part = shard(config, world, rank)
         self.config, self.layers = config, config.layers
-        self._world, self._rank = world, rank
-        dtype, device = weights.norm.dtype, str(weights.norm.device)
-        self._dtype, self._device, self._leader = dtype, device, part.leader
+        self.world, self._rank, self._quantization = world, rank, quantization
+        dtype, device = weights.norm.dtype, weights.norm.device
+        self._dtype, self._device, self._leader = dtype, str(device), part.leader
         self._first_id, self._whole_vocabulary = part.vocab.start, len(part.vocab) == config.vocab_size
         self._q, self._k = len(part.heads), len(part.kv_heads)
-        self.pool = KVPool(config.layers, blocks, self._k, block_size, config.head_dim, dtype, device)
-        self.slots = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._rotary = Rotary(config.head_dim, config.rope_theta, device)
+        on_device = device.type != "cpu" if staged is None else staged
+        self.scratch_block, self.scratch_slot = (blocks, slots) if on_device else (-1, -1)
+        self.pool = KVPool(config.layers, blocks + on_device, self._k, block_size, config.head_dim, dtype, self._device)
+        self.slots = torch.zeros(slots + on_device, dtype=torch.int64, device=device)
+        flash = None
+        if attention == "flashinfer":
+            from models.attention_flashinfer import FlashAttention
+
+            flash = FlashAttention(self.pool, self._q, device)
+        if flash is None and not on_device:
+            self.source: Source = HostSource(self.pool, self.slots)
+        else:
+            self.source = DeviceSource(self.pool, self.slots, config.vocab_size, flash)
+        rotary = Rotary(config.head_dim, config.rope_theta, self._device)
+        self._parts = parts(self.pool, rotary, config.rms_norm_eps)
         self._take(weights)
 
     def reload(self, path: str) -> None:
-        """See `kernel.ports.Model`."""
+        """See `kernel.ports.Model`. On a device the new weights move into the old ones' memory (graphs read it)."""
         if read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from that of the weights in use")
+        where = self._device if self.scratch_block < 0 else "cpu"
         with Checkpoint(path) as checkpoint:
-            new = read_weights(checkpoint, self.config, self._world, self._rank, self._dtype, self._device)
-        self._take(new)
+            new = read_weights(checkpoint, self.config, self.world, self._rank, self._dtype, where)
+        if self.scratch_block < 0:
+            self._take(new)
+            return
+        for old, fresh in zip(self.weights.tensors(), new.tensors(), strict=True):
+            if old.numel():  # what was quantised is held elsewhere
+                old.copy_(fresh)
+        for held, layer in zip(self._experts, new.layers, strict=True):
+            if isinstance(held, Fp8Experts):
+                held.take(layer.experts.up, layer.experts.down)
+        if self.slots.device.type == "cuda":
+            torch.cuda.synchronize(self.slots.device)
 
     def _take(self, weights: Weights) -> None:
-        config, self.weights = self.config, weights
-        eps = config.rms_norm_eps
+        config = self.config
         self._norms = tuple(
-            (Norm(layer.norm_in, eps), Norm(layer.attention.norm, eps), Norm(layer.norm_post, eps))
-            for layer in weights.layers
+            (self._parts.norm(layer.norm_in), self._parts.norm(layer.norm_post)) for layer in weights.layers
         )
-        self._norm = Norm(weights.norm, eps)
-        held = (layer.experts for layer in weights.layers)
-        self._experts = tuple(Experts(part.up, part.down, part.first, config.experts) for part in held)
+        self._heads = tuple(
+            self._parts.heads(index, layer.attention.norm) for index, layer in enumerate(weights.layers)
+        )
+        self._norm = self._parts.norm(weights.norm)
+        experts: list[Mixture] = []
+        for index, layer in enumerate(weights.layers):
+            part = layer.experts
+            if self._quantization is None or part.router is None:
+                experts.append(Experts(part.up, part.down, part.first, config.experts))
+            else:
+                experts.append(Fp8Experts(part.up, part.down, part.first, config.experts))
+                weights = quantised(weights, index)
+        self.weights, self._experts = weights, tuple(experts)
 
-    async def forward(self, step: Step, rows: Sequence[Row]) -> list[Sampled | None]:
+    async def forward(self, step: Step, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """One forward; see `kernel.ports.Model`. All sites of the program run, also with no rows."""
         await step.boundary(0)
-        batch = Batch(rows, self.pool)
-        angles = self._rotary.angles(batch.positions, self._dtype)
-        hidden = step.embed(self._embed(rows, batch))
+        inputs = self.source.begin(step.phase, rows)
+        return inputs.draw(await self.logits(step, inputs))
+
+    async def logits(self, step: Step, inputs: Inputs) -> Tensor:
+        """All of a forward between its inputs and its draws, from behind boundary 0: [drawing rows, vocab]."""
+        angles = self._parts.angles(inputs.positions)
+        hidden = step.embed(embed(self.weights.embed, self._first_id, inputs.ids(), self._whole_vocabulary))
         for index in range(self.layers):
-            partial = self._attention(index, hidden, angles, batch)
+            partial = self._attention(index, hidden, angles, inputs)
             if index:
                 await step.boundary(index)
             full = step.gather(index, partial)
             residual = step.own(full)
             hidden = residual + step.scatter(index, self._mixture(index, full))
-        return self._sample(step, rows, batch, hidden)
+        logits: Tensor = step.head(torch.mm(self._norm(inputs.pick(hidden)), self.weights.head))
+        return logits[:, : self.config.vocab_size]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _embed(self, rows: Sequence[Row], batch: Batch) -> Tensor:
-        """[n] ids, those that the device keeps in slots among them, to this shard's [n, hidden]."""
-        kept = [number for number, row in enumerate(rows) if row.tokens is None]
-        if len(kept) == batch.tokens:
-            tokens = self.slots.index_select(0, batch.slots)
-        else:
-            tokens = ints([token for row in rows for token in (row.tokens or (0,))], self._device)
-            if kept:
-                last = self.slots.index_select(0, batch.slots)[kept]
-                tokens.index_copy_(0, ints([batch.first[number] for number in kept], self._device), last)
-        return embed(self.weights.embed, self._first_id, tokens, self._whole_vocabulary)
-
-    def _attention(self, index: int, hidden: Tensor, angles: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    def _attention(self, index: int, hidden: Tensor, angles: Angles, inputs: Inputs) -> Tensor:
         """This rank's heads' part of a layer's attention, the leader's with the residual: [n, hidden] twice."""
         weights, q, k = self.weights.layers[index].attention, self._q, self._k
-        norm, norm_qk, _ = self._norms[index]
-        x = norm(hidden)
+        x = self._norms[index][0](hidden)
         qkv = torch.mm(x, weights.qkv) if weights.qkv_bias is None else torch.addmm(weights.qkv_bias, x, weights.qkv)
-        heads = qkv.view(batch.tokens, q + 2 * k, self.config.head_dim)
-        turning, kv = heads[:, : q + k], heads[:, q:]
-        self._rotary.turn(norm_qk(turning), angles, out=turning)
-        self.pool.write(index, batch.cells, kv)
-        attended = attend(heads[:, :q], kv, self.pool, index, batch)
+        heads = qkv.view(inputs.tokens, q + 2 * k, self.config.head_dim)
+        self._heads[index](heads, angles, inputs.cells)
+        attended = inputs.attend(index, heads[:, :q], heads[:, q:])
         if not self._leader:
             return torch.mm(attended, weights.out)
         out = torch.addmm(hidden, attended, weights.out)
@@ -125,29 +162,10 @@ class Qwen3Moe:
     def _mixture(self, index: int, full: Tensor) -> Tensor:
         """This rank's experts' and columns' part: [full, hidden] -> [full, hidden]."""
         experts, router = self._experts[index], self.weights.layers[index].experts.router
-        x = self._norms[index][2](full)
+        x = self._norms[index][1](full)
         if router is None:
             return experts.plain(x)
         return experts(x, *route(x, router, self.config.experts_per_token, self.config.norm_topk_prob))
-
-    def _sample(self, step: Step, rows: Sequence[Row], batch: Batch, hidden: Tensor) -> list[Sampled | None]:
-        """Draw from the last fed token of each row that asks, keep the draws in the slots and return them."""
-        drawing = [number for number, row in enumerate(rows) if row.sample is not None]
-        if len(drawing) != hidden.shape[0]:
-            last = [batch.first[number] + rows[number].fed - 1 for number in drawing]
-            hidden = hidden.index_select(0, ints(last, self._device))
-        logits = step.head(torch.mm(self._norm(hidden), self.weights.head))[:, : self.config.vocab_size]
-        if not drawing:
-            return [None] * len(rows)
-        chosen = rows if len(drawing) == len(rows) else [rows[number] for number in drawing]
-        params = [row.sample for row in chosen if row.sample is not None]
-        tokens, logprobs = sample(logits, params, [row.start + row.fed for row in chosen])
-        slots = batch.slots if chosen is rows else batch.slots[drawing]
-        self.slots.index_copy_(0, slots, tokens)
-        drawn = map(Sampled, tokens.tolist(), logprobs.tolist())
-        if chosen is rows:
-            return list(drawn)
-        return [None if row.sample is None else next(drawn) for row in rows]
 
 
 def load(
@@ -160,11 +178,45 @@ def load(
     slots: int,
     dtype: object = "float32",
     device: str = "cpu",
+    attention: str = "reference",
+    weights: str = "checkpoint",
+    quantization: str | None = None,
+    staged: bool | None = None,
 ) -> Qwen3Moe:
-    """Read this rank's shard of the checkpoint directory `path`. See `models.load`."""
+    """Read this rank's shard of the checkpoint directory `path`. See `models.load` and, for staged, `Qwen3Moe`."""
     config = read_config(path)
     if not isinstance(config, Qwen3MoeConfig):
         raise UsageError(f"{path}: a {config.model_type} checkpoint, not qwen3_moe")
-    with Checkpoint(path) as checkpoint:
-        weights = read_weights(checkpoint, config, world, rank, getattr(torch, dtype_name(dtype)), device)
-    return Qwen3Moe(config, world, rank, weights, blocks=blocks, block_size=block_size, slots=slots)
+    kind = getattr(torch, dtype_name(dtype))
+    if attention == "flashinfer":
+        from models.attention_flashinfer import check_shape, library
+
+        check_shape(config.head_dim, kind, torch.device(device))
+        library()
+    if quantization is not None:
+        check_fp8(config, world, kind, torch.device(device))
+    if torch.device(device).type == "cuda":
+        # Settings of the process: float32 in full, and long sums (all experts of a row in one) not rounded halfway.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if weights == "dummy":
+        held = read_weights(DummyTensors(path, config), config, world, rank, kind, device)
+    else:
+        with Checkpoint(path) as checkpoint:
+            held = read_weights(checkpoint, config, world, rank, kind, device)
+    model = Qwen3Moe(
+        config,
+        world,
+        rank,
+        held,
+        blocks=blocks,
+        block_size=block_size,
+        slots=slots,
+        attention=attention,
+        quantization=quantization,
+        staged=staged,
+    )
+    if torch.device(device).type == "cuda":
+        # The phases' streams do not wait for the one that all this was enqueued on.
+        torch.cuda.synchronize(device)
+    return model

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from models.checkpoint import Checkpoint, empty
+from models.checkpoint import Tensors, empty
 from models.shards import Shard, Span, shard
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Weights:
             yield self.head
 
 
-def expected(config: Qwen3MoeConfig, present: Checkpoint) -> dict[str, tuple[int, ...]]:
+def expected(config: Qwen3MoeConfig, present: Tensors) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of the model; experts fused where `present` holds a layer's fused tensor."""
     h, d, e, i = config.hidden_size, config.head_dim, config.experts, config.expert_width
     q, k = config.heads * d, config.kv_heads * d
@@ -122,7 +122,7 @@ def expected(config: Qwen3MoeConfig, present: Checkpoint) -> dict[str, tuple[int
 
 
 def read_weights(
-    checkpoint: Checkpoint, config: Qwen3MoeConfig, world: World, rank: int, dtype: torch.dtype, device: str = "cpu"
+    checkpoint: Tensors, config: Qwen3MoeConfig, world: World, rank: int, dtype: torch.dtype, device: str = "cpu"
 ) -> Weights:
     """Check `checkpoint` against `config` and read the part of `rank`, and nothing else.
 
@@ -142,7 +142,7 @@ def _mlp(base: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _fused(mlp: str, present: Checkpoint) -> bool:
+def _fused(mlp: str, present: Tensors) -> bool:
     return f"{mlp}.experts.gate_up_proj" in present.shapes or f"{mlp}.experts.down_proj" in present.shapes
 
 
@@ -150,7 +150,7 @@ class _Reader:
     """Copies one rank's slices into their places."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: Qwen3MoeConfig, part: Shard, dtype: torch.dtype, device: str
+        self, checkpoint: Tensors, config: Qwen3MoeConfig, part: Shard, dtype: torch.dtype, device: str
     ) -> None:
         self._checkpoint, self._config, self._part = checkpoint, config, part
         self._dtype, self._device = dtype, device

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kernel.errors import UsageError
 from kernel.topology import GATHERS, ROUTES, World
+from models.config import DTYPES
+from rollout.device import ATTENTIONS, DEVICES, LAUNCH_ORDERS, MODULES, QUANTIZATIONS, WEIGHTS, DeviceOptions
 from rollout.trace import PAPER_TRACE
 from rollout.trace_shape import Shape
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 ROLLOUT: Final = "rollout"
 COMPARE: Final = "compare"
 COMPARED: Final = ("normal", "global_complete", "global_enqueue", "fine", "adaptive")
-DEVICES: Final = ("cpu", "cuda")
 TINY: Final = "tiny"
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -37,11 +38,12 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "seed": 0,
         "repeat": 1,
         "max_concurrency": None,
-        "device": "cpu",
+        **asdict(DeviceOptions()),
         "kv_tokens": None,
         "prefill_tokens": 512,
         "rows": 64,
         "out": None,
+        "resume": False,
         "json": False,
         "demo": False,
     }
@@ -74,11 +76,12 @@ class Options:
     shape: Shape
     repeat: int
     max_concurrency: int | None
-    device: str
+    device: DeviceOptions
     kv_tokens: int | None
     prefill_tokens: int
     rows: int
     out: Path | None
+    resume: bool
     json: bool
 
 
@@ -114,11 +117,15 @@ def parser(command: str) -> Parser:
         epilog="Exit codes: 0 done, 1 the run failed, 2 unusable input, 130 interrupted (what is done is kept).",
     )
     _ranks(made)
+    _device(made)
     _policies(made, command)
     _workload(made)
     _engine(made)
     output = made.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="directory of the run (default: runs/<UTC time>)")
+    output.add_argument(
+        "--resume", action="store_true", help="go on with the unfinished run in --out DIR: what is finished stays"
+    )
     output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return made
 
@@ -136,7 +143,39 @@ def _ranks(made: Parser) -> None:
         ("--route", ROUTES, "prefill collectives that run on decode's stream"),
     ):
         ranks.add_argument(flag, choices=choices, help=f"{what} (default: {DEFAULTS[flag[2:]]})")
-    ranks.add_argument("--device", choices=DEVICES, help="where the ranks compute (default: cpu)")
+
+
+def _device(made: Parser) -> None:
+    device = made.add_argument_group("device")
+    device.add_argument("--device", choices=DEVICES, help="where the ranks compute, one GPU a rank (default: cpu)")
+    for flag, name, choices, what in (
+        ("--dtype", "dtype", tuple(DTYPES), "of weights and KV (default: float32 on cpu, bfloat16 on cuda)"),
+        ("--attention", "attention", ATTENTIONS, "kernels (default: on cuda flashinfer where it fits, else reference)"),
+        ("--load-format", "weights", WEIGHTS, "checkpoint, or random weights made on the GPU from config.json alone"),
+        ("--quantization", "quantization", QUANTIZATIONS, "of the weights (default: none)"),
+        ("--modules", "modules", MODULES, "eager: CUDA loads all kernels at start, lazy: each at its first use"),
+        ("--launch-order", "launch_order", LAUNCH_ORDERS, "implicit: NCCL orders communicators by the host's launches"),
+    ):
+        device.add_argument(flag, dest=name, choices=choices, help=what)
+    device.add_argument("--graphs", type=_on, metavar="on|off", help="decode as CUDA graphs (default: on)")
+    for flag, name, what in (
+        ("--prefill-sms", "prefill_sms", "SMs that prefill may use (default: all)"),
+        ("--max-ctas", "max_ctas", "thread blocks of one NCCL kernel (default: NCCL's choice)"),
+        ("--connections", "connections", "CUDA_DEVICE_MAX_CONNECTIONS of the ranks (default: the driver's)"),
+    ):
+        device.add_argument(flag, dest=name, type=int, metavar="N", help=what)
+    device.add_argument(
+        "--check-quiet",
+        dest="quiet",
+        action="store_true",
+        help="fail a run in which the device's allocator was called, or a module loaded, after the warm-up",
+    )
+
+
+def _on(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
 
 
 def _policies(made: Parser, command: str) -> None:
@@ -190,6 +229,8 @@ def parse(command: str, argv: Sequence[str]) -> Options:
     for name in ("repeat", "prefill_tokens", "rows", "kv_tokens", "max_concurrency", "span"):
         if values[name] is not None and values[name] < 1:
             raise UsageError(f"--{name.replace('_', '-')} {values[name]}: must be at least 1")
+    if values["resume"] and values["out"] is None:
+        raise UsageError("--resume goes on with the run in a directory: name it with --out DIR")
     default = ("fine",) if command == ROLLOUT else COMPARED
     return Options(
         command=command,
@@ -200,11 +241,12 @@ def parse(command: str, argv: Sequence[str]) -> Options:
         shape=Shape(values["fraction"], values["turns"], values["length_scale"], values["time_scale"], values["seed"]),
         repeat=values["repeat"],
         max_concurrency=values["max_concurrency"],
-        device=values["device"],
+        device=DeviceOptions(**{name: values[name] for name in asdict(DeviceOptions())}),
         kv_tokens=values["kv_tokens"],
         prefill_tokens=values["prefill_tokens"],
         rows=values["rows"],
         out=values["out"],
+        resume=values["resume"],
         json=values["json"],
     )
 

@@ -17,7 +17,7 @@ from kernel.errors import TurnstileError, UsageError
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from models.config import read_config
-from rollout import campaign_report, report_files, trace
+from rollout import campaign_report, gpus, report_files, resume, trace
 from rollout.args import TINY, Options, parse
 from rollout.progress import Progress
 from rollout.replay import Sink, replay
@@ -78,7 +78,9 @@ def prepare(options: Options, source: Trace) -> Campaign:
     for policy in options.policies:
         registry.create(policy, limits)
     _fits(options, config, trajectories)
-    out = report_files.directory(options.out)
+    if options.device.device == "cuda":
+        gpus.check_host(options.world.size)
+    out = report_files.directory(options.out, resume=options.resume)
     model = Path(options.model) if config else _tiny(out / "model", trajectories)
     config = config or read_config(model)
     title = options.shape.describe(source)
@@ -92,6 +94,8 @@ def execute(campaign: Campaign, source: Trace) -> int:
     """
     out, loop_factory = campaign.out, _engine_part("uvloop", "new_event_loop")
     about = {**report_files.surroundings(), **_about(campaign, source)}
+    if campaign.options.resume:
+        _keep(campaign, about)
     report_files.write_json(out / "run.json", {**about, "status": "running"})
     status = "failed"
     try:
@@ -108,7 +112,7 @@ def execute(campaign: Campaign, source: Trace) -> int:
             f"interrupted: {done} of {asked * len(campaign.runs)} turns are done and kept in {out}"
         ) from None
     except UsageError:
-        status = "failed" if any(run.rows for run in campaign.runs) else "unusable"
+        status = "failed" if campaign.options.resume or any(run.rows for run in campaign.runs) else "unusable"
         raise
     finally:
         if status == "unusable":
@@ -120,6 +124,17 @@ def execute(campaign: Campaign, source: Trace) -> int:
             report_files.write_json(out / "run.json", {**about, "status": status})
     campaign_report.draw(campaign)
     return campaign_report.show(campaign, measured)
+
+
+def _keep(campaign: Campaign, about: dict[str, Any]) -> None:
+    """Take over what the run in the directory has finished; requests.jsonl then holds that alone."""
+    resume.check(campaign.out, about)
+    path = campaign.out / "requests.jsonl"
+    found = resume.kept(resume.rows(path), campaign.trajectories)
+    for run in campaign.runs:
+        run.rows.extend(found.get((run.policy, run.repeat), []))
+    report_files.write(path, b"".join(row.to_json().encode() + b"\n" for run in campaign.runs for row in run.rows))
+    about["resumed"] = sum(len(run.rows) for run in campaign.runs)
 
 
 # -- before ---------------------------------------------------------------------------------------------------------
@@ -161,7 +176,8 @@ def _about(campaign: Campaign, source: Trace) -> dict[str, Any]:
     options = campaign.options
     return {
         "world": {**asdict(options.world), "atp": options.world.atp, "etp": options.world.etp},
-        "device": options.device,
+        "device": options.device.device,
+        **({"device_options": asdict(options.device)} if options.device.device == "cuda" else {}),
         "policies": list(options.policies),
         "model": {"path": str(campaign.model), "type": campaign.config.model_type, "layers": campaign.config.layers},
         "trace": {"name": source.name, "format": source.format, "sha256": source.sha256, **asdict(options.shape)},
@@ -192,9 +208,8 @@ async def _replay_all(campaign: Campaign) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    sink = Sink(campaign.out / "requests.jsonl")
+    sink = Sink(campaign.out / "requests.jsonl", append=options.resume)
     engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
-    requests = trace.counted(trajectories)[0]
     try:
         with Progress(enabled=not options.json) as progress:
             async with engine_class(
@@ -209,10 +224,16 @@ async def _replay_all(campaign: Campaign) -> None:
             ) as engine:
                 await _warm_up(engine, campaign)
                 for run in campaign.runs:
+                    kept = {row.trajectory for row in run.rows}
+                    left = [each for each in trajectories if each.id not in kept]
+                    if not left:
+                        continue
+                    since = max((row.finished_ns for row in run.rows), default=0)
                     label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
-                    progress.begin(label, requests)
+                    progress.begin(label, trace.counted(left)[0])
 
-                    def done(row: Row, run: Run = run) -> None:
+                    def done(row: Row, run: Run = run, since: int = since) -> None:
+                        row = resume.later(row, since)
                         run.rows.append(row)
                         sink(row)
                         progress.advance(row.output_tokens)
@@ -221,7 +242,7 @@ async def _replay_all(campaign: Campaign) -> None:
                     await engine.use_policy(run.policy, record=run.folder)
                     await replay(
                         engine,
-                        trajectories,
+                        left,
                         policy=run.policy,
                         vocabulary=campaign.config.vocab_size,
                         seed=options.shape.seed,

@@ -78,7 +78,8 @@ def show(campaign: Campaign, measured: dict[str, Any]) -> int:
     else:
         by_name = {each["policy"]: {k: v for k, v in each.items() if k != "policy"} for each in measured["policies"]}
         if options.command == COMPARE:
-            print(report.comparison(by_name, campaign.title))
+            caption = report.CAPTION if options.device.device == "cpu" else report.GPU_CAPTION
+            print(report.comparison(by_name, campaign.title, caption))
         else:
             print("\n\n".join(report.table(name, metrics, campaign.title) for name, metrics in by_name.items()))
         print(f"\nEverything is in {campaign.out}")

@@ -12,170 +12,49 @@ import asyncio
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import models
 from kernel.errors import RankLost, TurnstileError, UsageError
-from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
+from kernel.inbox import EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
-from rollout import wire
+from rollout import gpus, last_words, memory, wire
+from rollout.device import DeviceOptions
 from rollout.hosts import HostsLauncher
 from rollout.launcher import Launcher
 from rollout.torchrun import Place, place
+from rollout.turns import Completion, Generation, Session, TokenOutput
 from rollout.wire import failure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
     from rollout.nursery import Nursery
 
+CPU_KV_TOKENS: Final = 1 << 15
+EXIT_S: Final = MappingProxyType({"cpu": 30.0, "cuda": 120.0})
+"""For ranks to stop by themselves; on cuda they drop graphs and communicators."""
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """One generated token and its log-probability under the distribution it was drawn from."""
-
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished turn. Times are monotonic nanoseconds. finish_reason: stop, length or abort.
-
-    cached_tokens: prompt tokens whose KV was kept from earlier turns. token_ns: when each token was committed.
-    """
-
-    request: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    submitted_ns: int
-    first_token_ns: int
-    finished_ns: int
-    token_ns: tuple[int, ...]
-
-
-class Generation:
-    """One turn: iterate over it for tokens as they come, await it for the whole; either, or both."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine, self.request = engine, request
-        self._outputs: list[TokenOutput] = []
-        self._stamps: list[int] = []
-        self._cached = 0
-        self._finish = ""
-        self._finished_ns = 0
-        self._error: TurnstileError | None = None
-        self._grown = asyncio.Event()
-        self._submitted_ns = engine.now_ns()
-
-    @property
-    def ended(self) -> bool:
-        """Whether its result, or its error, is there."""
-        return bool(self._finish) or self._error is not None
-
-    def abort(self) -> None:
-        """End the turn; tokens drawn so far are its result. Nothing if it has ended."""
-        if not self._finish and self._error is None:
-            self._engine._send(Abort(self.request.id))
-
-    async def __aiter__(self) -> AsyncIterator[TokenOutput]:
-        at = 0
-        while True:
-            while at < len(self._outputs):
-                yield self._outputs[at]
-                at += 1
-            if self._error is not None:
-                raise self._error
-            if self._finish:
-                return
-            await self._wait()
-
-    def __await__(self) -> Generator[Any, None, Completion]:
-        return self._complete().__await__()
-
-    async def _complete(self) -> Completion:
-        while not self._finish:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
-        return Completion(
-            request=self.request.id,
-            tokens=tuple(output.token for output in self._outputs),
-            logprobs=tuple(output.logprob for output in self._outputs),
-            finish_reason=self._finish,
-            prompt_tokens=len(self.request.prompt),
-            cached_tokens=self._cached,
-            submitted_ns=self._submitted_ns,
-            first_token_ns=self._stamps[0] if self._stamps else self._finished_ns,
-            finished_ns=self._finished_ns,
-            token_ns=tuple(self._stamps),
-        )
-
-    async def _wait(self) -> None:
-        self._grown.clear()
-        await self._grown.wait()
-
-    def _take(self, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:
-        if token >= 0:
-            self._outputs.append(TokenOutput(token, logprob))
-            self._stamps.append(stamp)
-        self._cached = cached
-        if finish:
-            self._finish, self._finished_ns = finish, stamp
-        self._grown.set()
-
-    def _fail(self, error: TurnstileError) -> None:
-        if not self._finish:
-            self._error = error
-            self._grown.set()
-
-
-class Session:
-    """Turns that share a context: each reuses the KV of the tokens it has in common with the one before."""
-
-    def __init__(self, engine: Engine, number: int, replica: int) -> None:
-        self._engine, self.id, self.replica = engine, number, replica
-        self._turn: Generation | None = None
-        self._closed = False
-
-    def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Generation:
-        """Start a turn on the whole context `prompt` (token ids); returns at once.
-
-        Raises UsageError when the prompt is empty, has ids outside the vocabulary, or does not fit the KV pool or the
-        model's positions with its longest output; or while the session's last turn has not ended.
-        """
-        if self._turn is not None and not self._turn.ended:
-            raise UsageError(f"session {self.id}: its last turn has not ended; await it, or open another session")
-        if self._closed:
-            raise UsageError(f"session {self.id} was closed: open another one")
-        ids = tuple(whole(token, "token id") for token in prompt)
-        self._turn = self._engine._submit(self, ids, params or SamplingParams())
-        return self._turn
-
-    async def close(self) -> None:
-        """Abort the turn, if any, and drop the session's KV. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._engine._close_session(self)
+__all__ = ["Completion", "Engine", "Generation", "Session", "TokenOutput", "spec", "versions"]
 
 
 class Engine:
     """A model served by `world.size` rank processes on this host, or on several under torchrun (`rollout.hosts`).
 
-    model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. out: run directory for the record
-    (None: no record). kv_tokens: KV pool of one replica. prefill_tokens: new tokens of a replica in one epoch. rows:
-    requests that decode together on one replica. threads: torch threads a rank. nursery: where ranks are forked, to
-    share one among engines (None: one of its own). Raises UsageError for what cannot be used.
+    model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. device: `cpu`, `cuda`, or everything
+    that can be said about it; dtype: that of its options. out: run directory for the record (None: no record).
+    kv_tokens: KV pool of one replica (None: 32,768 on cpu, what the GPU holds on cuda). prefill_tokens: new tokens of a
+    replica in one epoch. rows: requests that decode together on one replica. threads: torch threads a rank. nursery:
+    where ranks are forked, to share one among engines (None: one of its own). Raises UsageError for what cannot be
+    used.
     """
 
     def __init__(
@@ -185,21 +64,21 @@ class Engine:
         *,
         policy: str = "fine",
         policy_config: dict[str, Any] | None = None,
-        device: str = "cpu",
+        device: str | DeviceOptions = "cpu",
         out: str | Path | None = None,
         kv_tokens: int | None = None,
         prefill_tokens: int = 512,
         rows: int = 64,
         block_size: int = 16,
-        dtype: str = "float32",
+        dtype: str | None = None,
         threads: int = 1,
         record_events: int = 1 << 18,
         nursery: Nursery | None = None,
-        exit_s: float = 30.0,
+        exit_s: float | None = None,
     ) -> None:
-        if device != "cpu":
-            raise UsageError(f"--device {device}: this build serves on cpu")
-        sizes = {"kv_tokens": 1 << 15 if kv_tokens is None else kv_tokens, "prefill_tokens": prefill_tokens}
+        options = DeviceOptions(device) if isinstance(device, str) else device
+        options = options if dtype is None else replace(options, dtype=dtype)
+        sizes = {"kv_tokens": CPU_KV_TOKENS if kv_tokens is None else kv_tokens, "prefill_tokens": prefill_tokens}
         sizes |= {"rows": rows, "block_size": block_size, "threads": threads, "record_events": record_events}
         for name, value in sizes.items():
             if whole(value, name) < 1:
@@ -210,7 +89,8 @@ class Engine:
         self._out = Path(out) if out is not None else None
         self.config = models.read_config(self.model)
         models.check_split(self.config, self.world)
-        self._limits = Limits(
+        self.options = options = options.resolved(self.config)
+        limits = Limits(
             size=self.world.size,
             replicas=self.world.adp,
             boundaries=self.config.layers,
@@ -218,7 +98,10 @@ class Engine:
             rows=rows,
             granule=self.world.atp,
         )
+        self._limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
         registry.create(self._spec, self._limits)  # a policy that cannot be used is refused before ranks start
+        if options.device == "cuda":
+            sizes["kv_tokens"] = self._on_gpus(options, kv_tokens, prefill_tokens, block_size)
         self._pool = sizes["kv_tokens"] // block_size * block_size
         if self._pool < block_size:
             raise UsageError(f"kv_tokens={kv_tokens}: must hold at least one block of {block_size} tokens")
@@ -229,14 +112,16 @@ class Engine:
             "policy": self._spec,
             "blocks": self._pool // block_size,
             "block_size": block_size,
-            "dtype": dtype,
+            "device": asdict(options),
+            "environment": options.environment(),
+            "hidden": self.config.hidden_size,
             "threads": threads,
             "record": str(self._out) if self._out else "",
             "capacity": record_events,
             "meta": {"size": self.world.size, "versions": versions()},
         }
-        self._nursery = nursery
-        self._exit_s = exit_s
+        self._nursery, self._record = nursery, str(self._settings["record"])
+        self._exit_s = EXIT_S[options.device] if exit_s is None else exit_s
         self._ended: set[int] = set()
         self._closed = False
         self._launcher: Launcher | HostsLauncher | None = None
@@ -293,6 +178,11 @@ class Engine:
 
     # -- what users do ------------------------------------------------------------------------------------------
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that a replica's KV pool holds."""
+        return self._pool
+
     def now_ns(self) -> int:
         """The clock of all times here: monotonic nanoseconds."""
         return time.monotonic_ns()
@@ -339,7 +229,8 @@ class Engine:
             self._quiet.clear()
             self._check()
             await self._quiet.wait()
-        await self._change(UsePolicy(new, str(record) if record else ""))
+        self._record = str(record) if record else ""
+        await self._change(UsePolicy(new, self._record))
 
     async def update_weights(self, path: str | Path) -> None:
         """Load a checkpoint of the same shape in place. Turns in flight pause meanwhile and go on under its weights.
@@ -355,6 +246,20 @@ class Engine:
             await self.resume()
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _on_gpus(self, options: DeviceOptions, kv_tokens: int | None, prefill_tokens: int, block_size: int) -> int:
+        """The KV pool of a replica, in tokens; raises UsageError unless this host can serve the world."""
+        options.check_installed()
+        found = gpus.check_host(self.world.size)
+        return memory.kv_tokens(
+            self.config,
+            self.world,
+            options,
+            min(found[: self.world.size]),
+            prefill_tokens=prefill_tokens,
+            block_size=block_size,
+            asked=kv_tokens,
+        )
 
     def _across_hosts(self, here: Place) -> HostsLauncher:
         if here.rank:
@@ -423,6 +328,8 @@ class Engine:
                 if len(self._ended) == self.world.size:
                     self._stopped.set()
             else:
+                if "lost" in message:
+                    message["lost"] += last_words.of(self._record, rank)
                 self._failed(failure(rank, message))
 
     def _deliver(self, request: int, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kernel.topology import World
 
 _START_S = 120.0
+_START_CUDA_S = 900.0
+"""Weights of tens of gigabytes, kernels compiled at first use, and a graph for each bucket."""
 _GRACE_S = 10.0
 
 
@@ -63,8 +65,9 @@ class HostsLauncher:
             start_new_session=True,
         )
         waiting = set(range(self.world.size))
+        start_s = _START_CUDA_S if self._config["device"]["device"] == "cuda" else _START_S
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(start_s):
                 while waiting:
                     rank, message = await self._messages.get()
                     if "ready" not in message:
@@ -72,7 +75,7 @@ class HostsLauncher:
                     waiting.discard(rank)
         except TimeoutError:
             names = ", ".join(map(str, sorted(waiting)))
-            raise RankLost(f"rank {names} did not start within {_START_S:g} s: see torchrun's output there") from None
+            raise RankLost(f"rank {names} did not start within {start_s:g} s: see torchrun's output there") from None
 
     def send(self, messages: list[dict[str, Any]]) -> None:
         """One message a rank, in rank order."""

@@ -40,9 +40,12 @@ class Launcher:
         self._ranks: list[Process] = []
         self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._store: Any = None
 
     async def start(self) -> None:
         """Start all ranks and wait until each has loaded its shards. Raises what a rank failed with."""
+        if self._config["device"]["device"] == "cuda":
+            await self._prepare_gpus()
         for rank in range(self.world.size):
             self._ranks.append(await self._spawn(rank))
         self._tasks = [asyncio.create_task(self._pump(process)) for process in self._ranks]
@@ -53,6 +56,15 @@ class Launcher:
                 waiting.discard(rank)
             else:
                 raise wire.failure(rank, message)
+
+    async def _prepare_gpus(self) -> None:
+        """A store through which NCCL's communicators find each other; a lone rank needs none."""
+        where = None
+        if self.world.size > 1:
+            from rollout.torchrun import serve_store
+
+            self._store, where = await asyncio.to_thread(serve_store)
+        self._config = {**self._config, "nccl": where}
 
     def send(self, messages: list[dict[str, Any]]) -> None:
         """One message a rank, in rank order."""
@@ -76,6 +88,7 @@ class Launcher:
         for process in self._ranks:
             process.writer.close()
         self._arena.close()
+        self._store = None
         if self._own is not None:
             self._own.close()
         return codes
@@ -107,13 +120,19 @@ class Launcher:
         while (message := await wire.read(process.reader)) is not None:
             last = message
             self._messages.put_nowait((process.rank, message))
+            if "failed" in message and self._config["device"]["device"] == "cuda":
+                # Shared memory tells the others on a CPU; a kernel that waits for this rank looks at nothing.
+                self._tell(process, f"rank {process.rank} failed: {message['message']}")
         code = await process.process.wait()
         if "stopped" not in last and "failed" not in last:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             why = f"rank {process.rank} {how}"
             self._arena.abort(why)
-            for other in self._ranks:
-                # A rank that waits for work looks at its socket only.
-                if other is not process and not other.writer.is_closing():
-                    other.writer.write(wire.pack({"abort": why}))
+            self._tell(process, why)
             self._messages.put_nowait((process.rank, {"lost": why}))
+
+    def _tell(self, process: Process, why: str) -> None:
+        for other in self._ranks:
+            # A rank that waits for work looks at its socket only.
+            if other is not process and not other.writer.is_closing():
+                other.writer.write(wire.pack({"abort": why}))

@@ -1,9 +1,10 @@
-"""How one rank reaches the others: shared memory on one host, TCP and gloo across hosts."""
+"""How one rank reaches the others: shared memory on one host, TCP across hosts; tensors over it, gloo or NCCL."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kernel.comm.local import LocalCollectives
 from kernel.request import Phase
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ class Link(Protocol):
     rendezvous: Rendezvous
     collectives: Mapping[Phase, Collectives]
 
+    def warm(self) -> None:
+        """Use every communicator once, in one order on all ranks; where that costs something later."""
+
     def running(self) -> None:
         """This rank serves."""
 
@@ -27,19 +31,42 @@ class Link(Protocol):
         """This rank is through; with an error, its peers are to give up too."""
 
     def abort(self, reason: str) -> None:
-        """Make everything that waits here raise RankLost."""
+        """Make everything that waits here on the host raise RankLost; on a GPU, closing the device does."""
+
+    def close(self) -> None:
+        """Release the communicators, once the device is closed. Idempotent."""
 
 
-class SharedLink:
-    """Over an arena inherited from the launcher."""
+class Communicators:
+    """A backend's communicators of one rank. This one is that of a world of one rank: identities."""
 
-    def __init__(self, arena: Arena, rank: int) -> None:
+    def collectives(self, phase: Phase) -> Collectives:
+        """Those of `phase`; what closes them (`Collectives.close`) is the device, at its end."""
+        return LocalCollectives()
+
+    def warm(self) -> None:
+        """Use each once; all ranks call it at the same point."""
+
+    def abort(self) -> None:
+        """Make host calls in progress, and later ones, raise RankLost. Not for kernels: graphs may hold them."""
+
+    def close(self) -> None:
+        """Release what outlives the device. Idempotent."""
+
+
+class ArenaLink:
+    """Rendezvous and liveness over an arena inherited from the launcher; collectives over `communicators`."""
+
+    def __init__(self, arena: Arena, rank: int, communicators: Communicators) -> None:
         from kernel.comm.rendezvous import SharedRendezvous
-        from kernel.comm.shm_collectives import SharedCollectives
 
-        self._arena, self._rank = arena, rank
+        self._arena, self._rank, self._communicators = arena, rank, communicators
         self.rendezvous: Rendezvous = SharedRendezvous(arena, rank)
-        self.collectives: Mapping[Phase, Collectives] = {p: SharedCollectives(arena, p, rank) for p in Phase}
+        self.collectives: Mapping[Phase, Collectives] = {phase: communicators.collectives(phase) for phase in Phase}
+
+    def warm(self) -> None:
+        """See `Link`."""
+        self._communicators.warm()
 
     def running(self) -> None:
         """See `Link`."""
@@ -61,43 +88,34 @@ class SharedLink:
         """See `Link`."""
         self._arena.abort(reason)
 
+    def close(self) -> None:
+        """See `Link`."""
+        self._communicators.close()
+
+
+class SharedMemory(Communicators):
+    """In the arena, whose abort its collectives see."""
+
+    def __init__(self, arena: Arena, rank: int) -> None:
+        self._arena, self._rank = arena, rank
+
+    def collectives(self, phase: Phase) -> Collectives:
+        """Those of `phase`."""
+        from kernel.comm.shm_collectives import SharedCollectives
+
+        return SharedCollectives(self._arena, phase, self._rank)
+
 
 class HostsLink:
-    """Over TCP and gloo. The store is torchrun's; a lost connection tells the peers by itself."""
+    """Over TCP, and collectives over `communicators`. A lost connection tells the peers by itself."""
 
-    def __init__(self, rendezvous: Rendezvous, world: World, rank: int) -> None:
-        from kernel.comm.gloo import GlooWorld
+    def __init__(self, rendezvous: Rendezvous, communicators: Communicators) -> None:
+        self.rendezvous, self._communicators = rendezvous, communicators
+        self.collectives: Mapping[Phase, Collectives] = {phase: communicators.collectives(phase) for phase in Phase}
 
-        gloo = GlooWorld(world, rank)
-        self.rendezvous = rendezvous
-        self.collectives: Mapping[Phase, Collectives] = {phase: gloo.collectives(phase) for phase in Phase}
-
-    @classmethod
-    async def open(cls, config: dict[str, Any], world: World, rank: int) -> HostsLink:
-        """Meet the other ranks at the addresses in `config`."""
-        import asyncio
-        from functools import partial
-
-        import torch.distributed as dist
-
-        from kernel.comm.tcp_rendezvous import TcpRendezvous
-        from rollout.torchrun import store_at
-
-        store = store_at(config["store"])
-        # Every rank finds rank 0's port in the store; the call waits for it, so it must not hold the loop.
-        port = 0 if rank == 0 else int(await asyncio.to_thread(store.get, "rendezvous"))
-        rendezvous = await TcpRendezvous.open(
-            rank,
-            world.size,
-            config["token"],
-            host=config["store"]["host"],
-            port=port,
-            listening=lambda chosen: store.set("rendezvous", str(chosen)),
-        )
-        group = dist.distributed_c10d.PrefixStore("gloo", store)
-        join = partial(dist.init_process_group, "gloo", store=group, rank=rank, world_size=world.size)
-        await asyncio.to_thread(join)
-        return cls(rendezvous, world, rank)
+    def warm(self) -> None:
+        """See `Link`."""
+        self._communicators.warm()
 
     def running(self) -> None:
         """See `Link`."""
@@ -109,15 +127,107 @@ class HostsLink:
 
     def abort(self, reason: str) -> None:
         """See `Link`."""
-        for communicators in self.collectives.values():
-            communicators.close()
+        self._communicators.abort()
         self.rendezvous.close()
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._communicators.close()
+
+
+class Gloo(Communicators):
+    """Over gloo; its groups end with the process, so that no rank waits for another to end."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        from kernel.comm.gloo import GlooWorld
+
+        gloo = GlooWorld(world, rank)
+        self._made = {phase: gloo.collectives(phase) for phase in Phase}
+
+    def collectives(self, phase: Phase) -> Collectives:
+        """Those of `phase`."""
+        return self._made[phase]
+
+    def abort(self) -> None:
+        """Close them: they poll."""
+        for each in self._made.values():
+            each.close()
+
+
+class Nccl(Communicators):
+    """Over NCCL. where: the store through which its communicators find each other. gpu: this rank's, on its host."""
+
+    def __init__(self, config: dict[str, Any], world: World, rank: int, where: dict[str, Any]) -> None:
+        import torch.distributed
+
+        from kernel.comm.nccl import NcclWorld
+        from rollout.torchrun import store_at
+
+        dist: Any = torch.distributed
+        store = dist.PrefixStore("nccl", store_at(where))
+        self._nccl = NcclWorld(world, rank, store, config["gpu"], max_ctas=config["device"]["max_ctas"])
+
+    def collectives(self, phase: Phase) -> Collectives:
+        """Those of `phase`."""
+        found: Collectives = self._nccl.collectives(phase)
+        return found
+
+    def warm(self) -> None:
+        """Once each, in one global order."""
+        self._nccl.warm()
+
+    def close(self) -> None:
+        """Abort what the device has not closed already; returns after 10 s at the latest."""
+        self._nccl.close()
 
 
 async def connect(config: dict[str, Any], world: World, rank: int) -> Link:
-    """The link that the launcher's configuration asks for."""
+    """The link that the launcher's configuration asks for. On cuda the rank's GPU must have been chosen already."""
+    cuda = config["device"]["device"] == "cuda"
     if "arena" in config:
         from kernel.comm.shared import Arena
 
-        return SharedLink(Arena.attach(config["arena"], rank), rank)
-    return await HostsLink.open(config, world, rank)
+        arena = Arena.attach(config["arena"], rank)
+        if not cuda:
+            return ArenaLink(arena, rank, SharedMemory(arena, rank))
+        where = config["nccl"]
+        return ArenaLink(arena, rank, Communicators() if where is None else Nccl(config, world, rank, where))
+    rendezvous = await _meet(config, world, rank)
+    if cuda:
+        alone = world.size == 1
+        return HostsLink(rendezvous, Communicators() if alone else Nccl(config, world, rank, config["store"]))
+    await _join_gloo(config, world, rank)
+    return HostsLink(rendezvous, Gloo(world, rank))
+
+
+async def _meet(config: dict[str, Any], world: World, rank: int) -> Rendezvous:
+    """A rendezvous of ranks on several hosts, at the addresses in `config`."""
+    import asyncio
+
+    from kernel.comm.tcp_rendezvous import TcpRendezvous
+    from rollout.torchrun import store_at
+
+    store = store_at(config["store"])
+    # Every rank finds rank 0's port in the store; the call waits for it, so it must not hold the loop.
+    port = 0 if rank == 0 else int(await asyncio.to_thread(store.get, "rendezvous"))
+    return await TcpRendezvous.open(
+        rank,
+        world.size,
+        config["token"],
+        host=config["store"]["host"],
+        port=port,
+        listening=lambda chosen: store.set("rendezvous", str(chosen)),
+    )
+
+
+async def _join_gloo(config: dict[str, Any], world: World, rank: int) -> None:
+    import asyncio
+    from functools import partial
+
+    import torch.distributed as dist
+
+    from rollout.torchrun import store_at
+
+    group = dist.distributed_c10d.PrefixStore("gloo", store_at(config["store"]))
+    join = partial(dist.init_process_group, "gloo", store=group, rank=rank, world_size=world.size)
+    await asyncio.to_thread(join)

@@ -102,10 +102,14 @@ class Row:
 
 
 class Sink:
-    """Writes requests.jsonl anew: one write a row, unbuffered, so that the file is whole whenever the run ends."""
+    """Writes requests.jsonl: one write a row, unbuffered, so that the file is whole whenever the run ends.
 
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    append: keep what is there; otherwise it is written anew.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        anew = 0 if append else os.O_TRUNC
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | anew | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def __call__(self, row: Row) -> None:
         """Append one row. Raises TurnstileError when the file system refuses it."""

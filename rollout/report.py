@@ -18,6 +18,10 @@ CAPTION: Final = (
     "mean D wait: how long ready rows waited for their next decode iteration. P and D ratio: share of time with both\n"
     "in flight. Ranks that share CPU cores gain nothing from overlap, so its worth does not show in the makespan."
 )
+GPU_CAPTION: Final = (
+    "mean D wait: how long ready rows waited for their next decode iteration. P and D ratio: share of time with both\n"
+    "in flight on the device. All policies ran on the same ranks, after one warm-up."
+)
 
 HEAD: Final = (
     ("completed", "Completed requests", "{:,.0f}"),
@@ -74,7 +78,7 @@ def _lines(policy: str, metrics: Metrics, title: str) -> Iterator[str]:
     yield "=" * WIDTH
 
 
-def comparison(policies: Mapping[str, Metrics], title: str) -> str:
+def comparison(policies: Mapping[str, Metrics], title: str, caption: str = CAPTION) -> str:
     """One row a policy, with a title that names the slice and a caption that says what the numbers are."""
     names = ["policy", *policies]
     columns = [[name, *(_value(metrics, key, form) for metrics in policies.values())] for key, name, _, form in COLUMNS]
@@ -88,7 +92,7 @@ def comparison(policies: Mapping[str, Metrics], title: str) -> str:
     rule = "-" * len(rows[0])
     repeats = next((metrics["repeats"] for metrics in policies.values() if "repeats" in metrics), None)
     note = [f"Medians of {repeats:.0f} repeats [interquartile range]."] if repeats else []
-    return "\n".join([title, "", rows[0], " " * first + "  " + units, rule, *rows[1:], rule, *note, CAPTION])
+    return "\n".join([title, "", rows[0], " " * first + "  " + units, rule, *rows[1:], rule, *note, caption])
 
 
 def failures(policy: str, failed: Sequence[str]) -> str:

@@ -36,10 +36,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def directory(out: Path | None) -> Path:
+def directory(out: Path | None, *, resume: bool = False) -> Path:
     """Make the run's directory: `out`, or `runs/<UTC time>`.
 
-    Raises UsageError when it holds a run already or cannot be made.
+    Raises UsageError when it holds a run already, unless that is to be resumed, or when it cannot be made.
     """
     named = out is not None
     path = out or Path("runs") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -47,8 +47,12 @@ def directory(out: Path | None) -> Path:
     while not named and path.exists():
         again += 1
         path = base.with_name(f"{base.name}-{again}")
-    if (path / "run.json").exists():
-        raise UsageError(f"--out {path}: it holds a run already (run.json): choose another directory or remove it")
+    if (path / "run.json").exists() and not resume:
+        raise UsageError(
+            f"--out {path}: it holds a run already (run.json): choose another directory, remove it, or --resume it"
+        )
+    if resume and not (path / "run.json").exists():
+        raise UsageError(f"--resume: {path} holds no run (run.json): name its directory with --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,13 +12,14 @@ from kernel.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This process's place in the world that torchrun started."""
+    """This process's place in the world that torchrun started. local: its number on its host, and that of its GPU."""
 
     rank: int
     size: int
     host: str
     port: int
     run: str
+    local: int = 0
 
 
 def place() -> Place | None:
@@ -37,15 +38,25 @@ def place() -> Place | None:
         host=found["MASTER_ADDR"],
         port=int(found["MASTER_PORT"]),
         run=f"turnstile/{found['TORCHELASTIC_RUN_ID']}/{attempt}",
+        local=int(os.environ.get("LOCAL_RANK") or 0),
     )
 
 
 def store_at(where: dict[str, Any]) -> Any:
-    """torchrun's key-value store, under this run's prefix."""
+    """A client of torchrun's key-value store, or of our own launcher's, under this run's prefix."""
     import torch.distributed
 
     dist: Any = torch.distributed  # its stores are not exported for type checkers
     return dist.PrefixStore(where["run"], dist.TCPStore(where["host"], where["port"], is_master=False))
+
+
+def serve_store() -> tuple[Any, dict[str, Any]]:
+    """A key-value store for the ranks of one host, on loopback, and where it is; it ends with the object."""
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"host": "127.0.0.1", "port": store.port, "run": "turnstile"}
 
 
 async def join(here: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

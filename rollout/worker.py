@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import sys
 import time
@@ -24,10 +25,14 @@ from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
-from rollout import wire
+from rollout import faults, wire
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from kernel.ports import Device, Model
     from kernel.replica import Output
+    from rollout.links import Link
 
 
 class Outbox:
@@ -113,29 +118,23 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
 
 
 async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Outbox) -> None:
+    # Before anything that starts CUDA or NCCL, which read these once.
+    os.environ.update(config["environment"])
     import torch
 
-    import models
     from kernel.cache import KVCache
-    from kernel.device.cpu import CpuDevice
     from rollout.links import connect
 
     rank, world = config["rank"], World(**config["world"])
+    cuda = config["device"]["device"] == "cuda"
+    if cuda:
+        from rollout import cuda_rank
+
+        config["gpu"] = cuda_rank.choose(rank if "arena" in config else None)
     link = await connect(config, world, rank)
     limits = Limits(**{**config["limits"], "buckets": tuple(config["limits"]["buckets"])})
     torch.manual_seed(0)
-    model = models.load(
-        Path(config["model"]),
-        world,
-        rank,
-        blocks=config["blocks"],
-        block_size=config["block_size"],
-        slots=limits.rows,
-        dtype=config["dtype"],
-    )
-    # Weights and modules stay for good; without this every collection would walk through them.
-    gc.freeze()
-    programs = [Program(world, phase, model.layers) for phase in Phase]
+    programs = [Program(world, phase, limits.boundaries) for phase in Phase]
 
     def open_record(directory: str, policy: str) -> Recorder | NullRecorder:
         if not directory:
@@ -151,7 +150,18 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         journal.switch(open_record(entry.record, entry.spec))
         return policy
 
-    device = CpuDevice(rank, link.collectives, threads=config["threads"], watch=journal.device)
+    quiet = None
+    try:
+        if cuda:
+            device, model, quiet = await cuda_rank.build(config, world, rank, limits, link, journal.device)
+        else:
+            device, model = _on_cpu(config, world, rank, limits, link, journal)
+    except BaseException as error:
+        journal.exception(error)
+        journal.close()
+        raise  # the launcher, told why, ends the others
+    # Weights and modules stay for good; without this every collection would walk through them.
+    gc.freeze()
     inbox = Inbox()
     ports = Ports(
         device=device,
@@ -167,22 +177,53 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     link.running()
     outbox.send({"ready": rank})
     gap = Gap(journal)
-    listener = asyncio.create_task(_listen(reader, inbox, link.abort), name="control")
+    # A kernel that waits for a dead peer sees no abort of the host's: closing the device ends it, and what awaits it.
+    end_device = device.close if cuda else None
+    listener = asyncio.create_task(_listen(reader, inbox, link.abort, end_device), name="control")
     try:
         await engine.run()
+        if quiet is not None:
+            quiet.check()
         link.ended(None)
     except BaseException as error:
+        if (ours := faults.explained(error, rank, "while it served")) is not None:
+            link.ended(ours)
+            raise ours from error
         link.ended(error)
         raise
     finally:
         listener.cancel()
         gap.close()
         await device.close()
+        link.close()
         ports.rendezvous.close()
         journal.close()
 
 
-async def _listen(reader: asyncio.StreamReader, inbox: Inbox, abort: Any) -> None:
+def _on_cpu(
+    config: dict[str, Any], world: World, rank: int, limits: Limits, link: Link, journal: Journal
+) -> tuple[Device, Model]:
+    import models
+    from kernel.device.cpu import CpuDevice
+
+    model = models.load(
+        Path(config["model"]),
+        world,
+        rank,
+        blocks=config["blocks"],
+        block_size=config["block_size"],
+        slots=limits.rows,
+        dtype=config["device"]["dtype"],
+    )
+    return CpuDevice(rank, link.collectives, threads=config["threads"], watch=journal.device), model
+
+
+async def _listen(
+    reader: asyncio.StreamReader,
+    inbox: Inbox,
+    abort: Callable[[str], None],
+    end_device: Callable[[], Coroutine[Any, Any, None]] | None,
+) -> None:
     reason = "the launcher has ended"
     while (message := await wire.read(reader)) is not None:
         if "abort" in message:
@@ -191,6 +232,8 @@ async def _listen(reader: asyncio.StreamReader, inbox: Inbox, abort: Any) -> Non
         inbox.put(*(wire.entry_from_json(entry) for entry in message["entries"]))
     abort(reason)
     inbox.fail(RankLost(f"this rank waited for work and gave up: {reason}"))
+    if end_device is not None:
+        await end_device()
 
 
 def main() -> None:

@@ -117,6 +117,16 @@ async def test_a_policy_that_breaks_the_rules_stops_the_run(
     assert "\n" not in str(caught.value)
 
 
+async def test_a_killed_rank_s_record_says_what_it_was_doing(
+    checkpoint: Path, tmp_path: Path, nursery: Nursery
+) -> None:
+    policy = f"{checkpoint / 'policies.py'}:Dies"
+    says = r"rank \d was killed by signal 9 with (P e0 \[\d,\d\)|nothing of P or D) in flight"
+    with pytest.raises(RankLost, match=says):
+        async with Engine(checkpoint, WORLD, policy=policy, out=tmp_path, nursery=nursery) as engine:
+            await engine.generate([3] * 40, SamplingParams(max_tokens=30))
+
+
 async def test_requests_that_cannot_be_served_are_refused_and_the_rest_goes_on(
     checkpoint: Path, nursery: Nursery
 ) -> None:

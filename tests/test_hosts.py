@@ -34,7 +34,7 @@ def torchrun(size: int, *program: str, timeout: float = 240) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.mark.parametrize("world", [World(2, 2, 2), World(4, 2, 4)], ids=str)
+@pytest.mark.parametrize("world", [World(2, 2, 2), pytest.param(World(4, 2, 4), marks=pytest.mark.slow)], ids=str)
 async def test_torchrun_gives_the_tokens_of_one_host(world: World, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model")
     sizes = [str(world.size), str(world.adp), str(world.ep)]

@@ -402,3 +402,57 @@ def len_of_slice() -> int:
     from rollout.trace_shape import Shape
 
     return counted(Shape(fraction=0.1).apply(read("paper").trajectories))[0]
+
+
+def test_a_failed_run_goes_on_where_it_ended(
+    engines: Callable[..., Engines], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    again = ["compare", *SMALL, "--policy", "fine", "--policy", "normal", "--json", "--out", str(out), "--resume"]
+    engines(fail=(21, RankLost("rank 1 was killed by signal 9")))
+    assert cli.main(again[:-1]) == 1
+    before = list(read_rows(out / "requests.jsonl"))
+    assert {row.policy for row in before} == {"fine", "normal"}
+    with (out / "requests.jsonl").open("ab") as file:
+        file.write(b'{"policy":"normal","rep')  # the launcher was killed as well
+    second = engines(on_policy=write_record)
+    assert cli.main(again) == 0
+    [engine] = second
+    assert [policy for policy, _ in engine.policies] == ["normal"], "the first policy had finished"
+    rows = list(read_rows(out / "requests.jsonl"))
+    assert len({(row.policy, row.trajectory, row.turn) for row in rows}) == len(rows) == 24
+    whole = {row.trajectory for row in before if row.policy == "normal" and row.turn == 2}
+    kept = [row for row in rows if row in before]
+    assert {row.trajectory for row in kept if row.policy == "normal"} == whole
+    last = max((row.finished_ns for row in kept if row.policy == "normal"), default=0)
+    assert all(row.released_ns >= last for row in rows if row.policy == "normal" and row not in before)
+    assert load(out / "run.json")["status"] == "complete"
+    assert all(row.released_ns <= row.submitted_ns <= row.token_ns[0] <= row.finished_ns for row in rows)
+    assert load(out / "run.json")["resumed"] == len(kept)
+    capfd.readouterr()
+    for argv, says in (
+        (again, "is complete: there is nothing left to do"),
+        ([*again[:-2], str(tmp_path / "other"), "--resume"], "holds no run (run.json)"),
+        (["rollout", "--resume"], "--resume goes on with the run in a directory: name it with --out DIR"),
+    ):
+        assert cli.main(argv) == 2
+        err = capfd.readouterr().err
+        assert says in err
+        assert err.count("\n") == 1
+
+
+def test_another_run_is_not_resumed(
+    engines: Callable[..., Engines], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    engines(fail=(9, RankLost("rank 1 was killed by signal 9")))
+    assert cli.main(["rollout", *SMALL, "--out", str(out)]) == 1
+    rows = (out / "requests.jsonl").read_bytes()
+    capfd.readouterr()
+    other = ((["--rows", "7"], "rows 64"), (["--seed", "3"], "trace {"), (["--policy", "normal"], "policies"))
+    for changed, name in other:
+        assert cli.main(["rollout", *SMALL, *changed, "--out", str(out), "--resume"]) == 2
+        err = capfd.readouterr().err
+        assert f"--resume: the run in {out} has {name}" in err
+        assert err.count("\n") == 1
+    assert (out / "requests.jsonl").read_bytes() == rows

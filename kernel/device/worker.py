@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
-
-from kernel.request import Phase
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kernel.comm.route import Job
+    from kernel.request import Phase
 
 T = TypeVar("T")
 
-Watch = Callable[[Phase, str, str], None]
-"""Told (phase of the stream, label, "start" or "finish") on the stream's thread; raises nothing."""
+
+class Watch(Protocol):
+    """Told what a stream does, on a thread of that stream. Raises nothing."""
+
+    def __call__(self, phase: Phase, label: str, what: str, time_ns: int = ...) -> None:
+        """`what` is "start" or "finish"; time_ns: when, in monotonic nanoseconds, from a device asked later; 0: now."""
 
 
 class Completion(Generic[T]):

@@ -1,0 +1,169 @@
+"""docs/results.md from the JSON files in bench/results/gpu: what was measured, and which claims of the paper were not.
+
+    python -m bench.gpu.page                  writes docs/results.md
+
+Reads ladder*.json (`bench.gpu.ladder`), roofline*.json (`bench.gpu.roofline`), hazard*.json (`bench/gpu/hazard.py`) and
+findings.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from bench.gpu import ladder_report
+from bench.gpu.cells import DECODE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+HOUSE: Final = Path(__file__).resolve().parents[2]
+RESULTS: Final = HOUSE / "bench" / "results" / "gpu"
+PAGE: Final = HOUSE / "docs" / "results.md"
+
+NOT_RUN: Final = (
+    ("Makespan against SGLang (7: RQ2, RQ5)", "no other engine was installed on the host"),
+    ("Eight and sixteen GPUs: EP8/ADP8, EP8/ADP2, two nodes (7: table 2, table 6)", "the host has two GPUs"),
+    ("Checkpoints of 512 experts, the live training runs", "they are not public; the model here has random weights"),
+    ("GSM8K exact answers, with and without multiplexing", "random weights answer nothing; equal tokens are tested"),
+    ("DeepEP: rate, buffers, budgets (5; 7: RQ4)", "the expert exchange is not part of these runs"),
+    ("Multi-token prediction", "not implemented"),
+    ("Residency at 23 and 24 CTAs an SM (7: table 4)", "the hazard's occupier limits free SMs instead"),
+)
+"""The paper's claims that no file here speaks about, and why."""
+
+
+def page(files: dict[str, dict[str, Any]], remarks: str = "") -> str:
+    """The whole page; files by name. remarks: what people made of them, Markdown."""
+    parts = [
+        "# Results on GPUs",
+        "",
+        "Written by `python -m bench.gpu.page` from the files in `bench/results/gpu`; how they were measured is in"
+        " [bench/gpu/README.md](../bench/gpu/README.md). Section numbers are the paper's.",
+        "",
+    ]
+    made = {"ladder": _ladder, "roofline": _roofline, "hazard": _hazard}
+    for name, found in sorted(files.items()):
+        kind = next((kind for kind in made if name.startswith(kind)), None)
+        if kind is not None:
+            parts += [*made[kind](name, found), ""]
+    if len(parts) == 4:
+        parts += ["Nothing has been measured yet.", ""]
+    elif remarks:
+        parts[4:4] = [remarks.strip(), ""]
+    parts += ["## Claims of the paper that were not run", "", *_markdown([["claim", "why not"], *map(list, NOT_RUN)])]
+    return "\n".join(parts) + "\n"
+
+
+def _ladder(name: str, found: dict[str, Any]) -> Iterator[str]:
+    settings = found["settings"]
+    world, shape, device = settings["world"], settings["shape"], settings["device"]
+    yield f"## The ordering ladder (`{name}`)"
+    yield ""
+    yield (
+        f"World {world['size']}, ADP {world['adp']}, EP {world['ep']}; model `{settings['model']}`, weights"
+        f" {device['weights']}{_plus(device['quantization'])}; {shape['fraction']:g} of the trace"
+        f" `{settings['trace']}`, lengths x {shape['length_scale']:g}, new tokens x {shape.get('context_scale', 1):g}"
+        f" besides, {shape.get('turns') or 'all'} turns; {settings['rows']} rows and"
+        f" {settings['prefill_tokens']} prefill tokens a replica. {_where(found.get('about', []))}"
+    )
+    for workload, wait in dict.fromkeys((group["workload"], group["wait"]) for group in found["groups"]):
+        what = "Decode only" if workload == DECODE else "No added wait" if wait == 0 else f"Recorded waits x {wait:g}"
+        yield from ("", f"### {what}", "", "Medians [interquartile range]; totals in ms a rank.", "")
+        yield from _markdown(ladder_report.rows(found["groups"], workload, wait))
+    yield from ("", "### Aims", "", f"The best span at no wait: `{found['best']}`.", "")
+    yield from _markdown(ladder_report.aim_rows(found["aims"]))
+
+
+def _roofline(name: str, found: dict[str, Any]) -> Iterator[str]:
+    peak, decode, prefill = found["peaks"], found["decode"], found["prefill"]
+    yield f"## Against the device's own limits (`{name}`)"
+    yield ""
+    yield (
+        f"Measured in the same minute: a copy moves {peak['bytes_s'] / 1e12:.2f} TB/s, a bfloat16 product of"
+        f" 8192 x 8192 does {peak['flops_s'] / 1e12:.0f} TFLOP/s. {_where([found.get('about', {})])}"
+    )
+    yield ""
+    yield from _markdown(
+        [
+            ["what", "time", "share of the limit", "aim"],
+            [
+                f"decode iteration, {decode['rows']} rows, {decode['bytes'] / 1e9:.1f} GB",
+                f"{decode['device_s'] * 1e3:.2f} ms",
+                f"{found['ratios']['decode_of_bandwidth']:.2f}",
+                "0.60",
+            ],
+            [
+                "the same, from start to start",
+                f"{decode['step_s'] * 1e3:.2f} ms",
+                f"{found['ratios']['decode_step_of_bandwidth']:.2f}",
+                "-",
+            ],
+            [
+                f"prefill of {prefill['tokens']} tokens, {prefill['flops'] / 1e12:.1f} TFLOP",
+                f"{prefill['device_s'] * 1e3:.1f} ms",
+                f"{found['ratios']['prefill_of_matmul']:.2f}",
+                "0.50",
+            ],
+        ]
+    )
+
+
+def _hazard(name: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"## The hazard (`{name}`)"
+    yield ""
+    experiments = found.get("experiments", found)
+    lines = [["experiment", "as expected", "what was seen"]]
+    for title, each in experiments.items():
+        if isinstance(each, dict):
+            seen = {key: value for key, value in each.items() if isinstance(value, int | float | str | bool)}
+            expected = seen.pop("ok", seen.pop("expected", "-"))
+            told = [str(seen.pop("say"))] if "say" in seen else []
+            lines.append([title, str(expected), ", ".join(told + [f"{key} {value}" for key, value in seen.items()])])
+    yield from _markdown(lines)
+
+
+def _plus(quantization: str | None) -> str:
+    return f", {quantization}" if quantization else ""
+
+
+def _where(abouts: Iterable[dict[str, Any]]) -> str:
+    for about in abouts:
+        versions, gpus = about.get("versions", {}), about.get("gpus") or ["CPU"]
+        software = ", ".join(f"{key} {value}" for key, value in versions.items() if key in ("python", "torch"))
+        commit = f", commit {about['commit'][:12]}" if about.get("commit") else ""
+        return f"{len(gpus)} x {gpus[0]}; {software}; {about.get('started', '')}{commit}."
+    return ""
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = [[word.replace("|", "\\|") for word in line] for line in lines]
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results in a folder, by file name."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def findings(folder: Path) -> str:
+    """What people made of them; "" where nothing is written."""
+    path = folder / "findings.md"
+    return path.read_text() if path.is_file() else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page."""
+    made = argparse.ArgumentParser(prog="python -m bench.gpu.page")
+    made.add_argument("--results", type=Path, default=RESULTS)
+    made.add_argument("--out", type=Path, default=PAGE)
+    given = made.parse_args(argv)
+    given.out.write_text(page(read(given.results), findings(given.results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Do the kernels that must be resident together fit on the GPU? Pure arithmetic on SMs.
+
+A kernel that waits for its peers (a collective, an expert exchange) holds its SMs until they have come. On one stream
+one kernel runs at a time; so at most one of D's stream and one of P's stream wait at once, each of which may be the
+largest of its stream. When their sum exceeds the GPU, each may keep the other out on different ranks: that is the
+conditional deadlock that `verify` calls `certainty conditional`. Kernels that compute end by themselves and need no
+room, unless P's have a share of their own (a green context).
+
+A CTA is counted as one SM: communication kernels have up to 1,024 threads and most of an SM's shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kernel.errors import UsageError
+from kernel.request import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NCCL_CTAS: Final = 32
+"""CTAs that NCCL may use for one collective when nobody limits it (ncclConfig_t.maxCTAs of NCCL 2.28 on one node)."""
+GREEN_STEP: Final = 8
+"""Green contexts on compute capability 9.0 and later come in multiples of so many SMs, and at least as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One that waits for its peers. stream: whose launch stream it runs on, D also for routed ones of P."""
+
+    name: str
+    stream: Phase
+    ctas: int
+    knob: str = "--max-ctas"
+    """What makes it smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """SMs in the worst case: `decode` and `prefill` held at once, of `sms`."""
+
+    sms: int
+    decode: int
+    prefill: int
+
+    @property
+    def free(self) -> int:
+        """SMs that the worst case leaves."""
+        return self.sms - self.decode - self.prefill
+
+
+def collectives(decode: int | None, prefill: int | None, *, routed: bool) -> list[Kernel]:
+    """The collectives of both phases by their CTAs (None: not limited; 0: there are none). routed: P's also on D's."""
+    sizes = {phase: NCCL_CTAS if n is None else n for phase, n in ((Phase.D, decode), (Phase.P, prefill))}
+    found = [Kernel(f"NCCL of {phase}", phase, ctas) for phase, ctas in sizes.items()]
+    if routed:
+        found.append(Kernel("routed NCCL of P", Phase.D, sizes[Phase.P]))
+    return [kernel for kernel in found if kernel.ctas]
+
+
+def check(sms: int, kernels: Iterable[Kernel], *, prefill_sms: int | None = None, where: str = "") -> Budget:
+    """The budget of a GPU with `sms` SMs, where P's kernels have `prefill_sms` of them for themselves (None: all).
+
+    Raises UsageError, with the numbers and the knob, when the worst case does not fit.
+    """
+    kernels = list(kernels)
+    if prefill_sms is not None and not GREEN_STEP <= prefill_sms <= sms - GREEN_STEP:
+        raise UsageError(
+            f"{where}--prefill-sms {prefill_sms}: prefill's share must be {GREEN_STEP} to {sms - GREEN_STEP} of"
+            f" {sms} SMs"
+        )
+    held = {phase: _largest(kernels, phase) for phase in (Phase.D, Phase.P)}
+    decode, prefill = held[Phase.D], held[Phase.P]
+    if prefill_sms is not None:
+        if prefill.ctas > prefill_sms:
+            raise UsageError(
+                f"{where}{prefill.ctas} SMs of {prefill.name} do not fit in prefill's {prefill_sms}: raise"
+                f" --prefill-sms or lower {prefill.knob}"
+            )
+        share = -(-prefill_sms // GREEN_STEP) * GREEN_STEP
+        prefill = Kernel("prefill's share", Phase.P, share, "--prefill-sms")
+    budget = Budget(sms, decode.ctas, prefill.ctas)
+    if budget.free < 0:
+        both = [kernel for kernel in (decode, prefill) if kernel.ctas]
+        raise UsageError(
+            f"{where}kernels that must be resident together need {decode.ctas + prefill.ctas} SMs of {sms}"
+            f" ({' + '.join(f'{kernel.ctas} of {kernel.name}' for kernel in both)}):"
+            f" lower {' or '.join(dict.fromkeys(kernel.knob for kernel in both))}"
+        )
+    return budget
+
+
+def _largest(kernels: list[Kernel], phase: Phase) -> Kernel:
+    mine = [kernel for kernel in kernels if kernel.stream is phase]
+    return max(mine, key=lambda kernel: kernel.ctas, default=Kernel("nothing", phase, 0))

@@ -1,0 +1,111 @@
+"""What a forward feeds on and what becomes of its logits: everything between the kernel's rows and a model's tensors.
+
+A model is the same for prefill and decode, on a CPU, on a CUDA device and inside a captured graph; what differs is
+here, behind `Inputs`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kernel.request import Sampled
+from models.attention import Batch, KVPool, attend
+from models.layers import ints
+from models.sampling import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kernel.request import Phase, Row
+
+
+class Inputs(Protocol):
+    """The rows of one forward, n fed tokens.
+
+    positions: [n, 1, 1] int64. cells: where the tokens' keys and values go (`KVPool.cells`).
+    """
+
+    tokens: int
+    positions: Tensor
+    cells: Tensor
+
+    def ids(self) -> Tensor:
+        """The fed token ids [n], those that the device keeps in slots among them."""
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention over the rows' contexts, which the pool already holds. Shapes as `attention.attend`."""
+
+    def pick(self, hidden: Tensor) -> Tensor:
+        """The rows of hidden [n, hidden] that a token is drawn from."""
+
+    def draw(self, logits: Tensor) -> Sequence[Sampled | None]:
+        """Draw from the logits of the picked rows, keep the draws in the slots and return them, row by row."""
+
+
+class Source(Protocol):
+    """Makes the inputs of eager forwards."""
+
+    def begin(self, phase: Phase, rows: Sequence[Row]) -> Inputs:
+        """Inputs of one forward of `rows`."""
+
+
+class HostInputs:
+    """Inputs of the CPU world, where results are numbers at once."""
+
+    def __init__(self, rows: Sequence[Row], pool: KVPool, slots: Tensor) -> None:
+        self._rows, self._pool, self._slots = rows, pool, slots
+        self._batch = batch = Batch(rows, pool)
+        self.tokens, self.positions, self.cells = batch.tokens, batch.positions, batch.cells
+        self._device = str(slots.device)
+        self._drawing = [number for number, row in enumerate(rows) if row.sample is not None]
+
+    def ids(self) -> Tensor:
+        """See `Inputs`."""
+        rows, batch = self._rows, self._batch
+        kept = [number for number, row in enumerate(rows) if row.tokens is None]
+        if len(kept) == batch.tokens:
+            return self._slots.index_select(0, batch.slots)
+        tokens = ints([token for row in rows for token in (row.tokens or (0,))], self._device)
+        if kept:
+            last = self._slots.index_select(0, batch.slots)[kept]
+            tokens.index_copy_(0, ints([batch.first[number] for number in kept], self._device), last)
+        return tokens
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See `Inputs`."""
+        return attend(q, kv, self._pool, layer, self._batch)
+
+    def pick(self, hidden: Tensor) -> Tensor:
+        """See `Inputs`."""
+        if len(self._drawing) == hidden.shape[0]:
+            return hidden
+        last = [self._batch.first[number] + self._rows[number].fed - 1 for number in self._drawing]
+        return hidden.index_select(0, ints(last, self._device))
+
+    def draw(self, logits: Tensor) -> list[Sampled | None]:
+        """See `Inputs`."""
+        rows, drawing = self._rows, self._drawing
+        if not drawing:
+            return [None] * len(rows)
+        chosen = rows if len(drawing) == len(rows) else [rows[number] for number in drawing]
+        params = [row.sample for row in chosen if row.sample is not None]
+        tokens, logprobs = sample(logits, params, [row.start + row.fed for row in chosen])
+        slots = self._batch.slots if chosen is rows else self._batch.slots[drawing]
+        self._slots.index_copy_(0, slots, tokens)
+        drawn = map(Sampled, tokens.tolist(), logprobs.tolist())
+        if chosen is rows:
+            return list(drawn)
+        return [None if row.sample is None else next(drawn) for row in rows]
+
+
+class HostSource:
+    """`Source` of the CPU world."""
+
+    def __init__(self, pool: KVPool, slots: Tensor) -> None:
+        self._pool, self._slots = pool, slots
+
+    def begin(self, phase: Phase, rows: Sequence[Row]) -> HostInputs:
+        """See `Source`."""
+        return HostInputs(rows, self._pool, self._slots)

@@ -1,0 +1,46 @@
+"""What a rank that ended without a word was doing, from its record: the ring outlives the process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernel.errors import UsageError
+from kernel.record import Kind, read, ring_path
+from kernel.request import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kernel.record import Event
+
+NEWEST = 4096
+"""Events at the end of a record in which submissions that have not finished are looked for."""
+
+
+def of(record: str, rank: int) -> str:
+    """A clause such as ` with P e3 [4,8) and D 17 in flight`; empty where there is no record, or nothing in it."""
+    if not record:
+        return ""
+    try:
+        recording = read(ring_path(record, rank))
+    except UsageError:
+        return ""
+    return clause(recording.events[-NEWEST:])
+
+
+def clause(events: Iterable[Event]) -> str:
+    """The same, from the events themselves: what was submitted and has not finished, P first, the oldest of each."""
+    flying: dict[Phase, list[str]] = {Phase.P: [], Phase.D: []}
+    empty = True
+    for event in events:
+        empty = False
+        if event.phase is None:
+            continue
+        if event.kind is Kind.SUBMIT:
+            flying[event.phase].append(event.site)
+        elif event.kind is Kind.WORK_FINISH and event.site in flying[event.phase]:
+            flying[event.phase].remove(event.site)
+    oldest = [labels[0] for labels in flying.values() if labels]
+    if oldest:
+        return f" with {' and '.join(oldest)} in flight"
+    return "" if empty else " with nothing of P or D in flight"

@@ -1,0 +1,80 @@
+"""Going on with a run that failed or was interrupted: what of it is kept, and whether it is the same run.
+
+A trajectory is kept when all its turns are done; others start again from their first turn, since the context of a turn
+is not in requests.jsonl. Times of what is replayed later follow the last kept one, so that a run's makespan is that of
+both parts, without the time between them and with the second part's filling and draining.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kernel.errors import UsageError
+from rollout.replay import read_rows
+from rollout.report_files import write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from rollout.replay import Row
+    from rollout.trace import Trajectory
+
+SAME: Final = ("world", "device", "device_options", "policies", "trace", "repeat", "max_concurrency", "kv_tokens",
+               "prefill_tokens", "rows")  # fmt: skip
+"""Entries of run.json that must not change."""
+
+
+def check(out: Path, about: Mapping[str, Any]) -> None:
+    """Raise UsageError unless `out` holds an unfinished run that `about`, a run.json to be, would go on with."""
+    try:
+        found: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(f"--resume: {out} holds no run (run.json): name its directory with --out") from None
+    if found.get("status") == "complete":
+        raise UsageError(f"--resume: the run in {out} is complete: there is nothing left to do")
+    wanted: dict[str, Any] = json.loads(json.dumps(dict(about)))
+    for name in SAME:
+        if found.get(name) != wanted.get(name):
+            raise UsageError(
+                f"--resume: the run in {out} has {name} {found.get(name)!r}, and this command says"
+                f" {wanted.get(name)!r}: give the arguments of its first command (run.json has them)"
+            )
+
+
+def rows(path: Path) -> list[Row]:
+    """The rows of a requests.jsonl, less a last line that was cut off. Raises UsageError on any other that is none."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        write(path, whole)
+    return list(read_rows(path))
+
+
+def kept(found: Iterable[Row], trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Row]]:
+    """By (policy, repeat): the rows of trajectories of which every turn is done."""
+    turns = {each.id: len(each.turns) for each in trajectories}
+    by_trajectory: dict[tuple[str, int, str], list[Row]] = {}
+    for row in found:
+        if not row.failed:
+            by_trajectory.setdefault((row.policy, row.repeat, row.trajectory), []).append(row)
+    result: dict[tuple[str, int], list[Row]] = {}
+    for (policy, repeat, trajectory), done in by_trajectory.items():
+        if {row.turn for row in done} == set(range(turns.get(trajectory, -1))):
+            result.setdefault((policy, repeat), []).extend(done)
+    return result
+
+
+def later(row: Row, by_ns: int) -> Row:
+    """The row with its times moved."""
+    return replace(
+        row,
+        released_ns=row.released_ns + by_ns,
+        submitted_ns=row.submitted_ns + by_ns,
+        finished_ns=row.finished_ns + by_ns,
+        token_ns=tuple(moment + by_ns for moment in row.token_ns),
+    )
