@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from kernel.comm.parts import check_parts
 from kernel.device.compat import gather_into
 from kernel.errors import RankLost, UsageError
 from kernel.request import Phase
@@ -101,11 +102,7 @@ class GlooCollectives:
         """
         group = self._groups[role]
         members = 1 if group is None else dist.get_world_size(group)
-        if len(sizes) != members or sum(sizes) != x.shape[0]:
-            raise UsageError(
-                f"reduce_scatter over {role} of {x.shape[0]} rows with sizes {list(sizes)}: give one size for each of"
-                f" {members} members, {x.shape[0]} in total"
-            )
+        check_parts(role, x.shape[0], sizes, members)
         if group is None:
             return x
         index = dist.get_rank(group)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, ReduceScatterOptions
 
+from kernel.comm.parts import check_parts
 from kernel.device.bounded import all_of
 from kernel.device.faults import of_device
 from kernel.device.occupancy import NCCL_CTAS
@@ -237,11 +238,7 @@ class NcclCollectives:
         """
         group = self._groups[role]
         members = 1 if group is None else group.size
-        if len(sizes) != members or sum(sizes) != x.shape[0]:
-            raise UsageError(
-                f"reduce_scatter over {role} of {x.shape[0]} rows with sizes {list(sizes)}: give one size for each of"
-                f" {members} members, {x.shape[0]} in total"
-            )
+        check_parts(role, x.shape[0], sizes, members)
         if group is None:
             return x
         mine = sizes[group.index]

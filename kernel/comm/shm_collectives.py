@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import torch
 
 from kernel.comm.channel import Channel
+from kernel.comm.parts import check_parts
 from kernel.comm.shared_map import HEADER
-from kernel.errors import UsageError
 from kernel.topology import Role
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class SharedCollectives:
         """
         member = self._canonical[role]
         members = 1 if member is None else member.channel.size
-        if len(sizes) != members or sum(sizes) != x.shape[0]:
-            raise UsageError(
-                f"reduce_scatter over {role} of {x.shape[0]} rows with sizes {list(sizes)}: give one size for each of"
-                f" {members} members, {x.shape[0]} in total"
-            )
+        check_parts(role, x.shape[0], sizes, members)
         return x if member is None else member.reduce_scatter(x.detach(), tuple(sizes))
 
     def close(self) -> None:
