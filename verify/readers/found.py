@@ -1,0 +1,52 @@
+"""What a reader found in one piece of evidence. Facts only: what cannot be known is said to be unknown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verify.events import Event, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a host thread stood. frames: innermost first. holds_gil: as the tool said, None where it did not."""
+
+    rank: int | None
+    thread: str
+    frames: tuple[Site, ...]
+    pid: int | None = None
+    holds_gil: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one file, log or process told.
+
+    source: its name as people know it. events: each rank's in its host order. present: ranks that left evidence here.
+    expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each, for people.
+    moved_ns: when anything last moved, where known, on the clock of the source.
+    """
+
+    source: str
+    events: tuple[Event, ...] = ()
+    present: frozenset[int] = frozenset()
+    expected: frozenset[int] = frozenset()
+    stacks: tuple[Stack, ...] = ()
+    unknown: tuple[str, ...] = ()
+    moved_ns: int | None = None
+
+
+class Reader(Protocol):
+    """A format. Readers execute nothing that they read and hold at most a bounded part of it."""
+
+    name: str
+
+    def recognises(self, path: Path, head: bytes) -> bool:
+        """Whether a file that starts with `head` (its first 4 KiB) is of this format."""
+
+    def read(self, path: Path) -> Found:
+        """Read it. Raises UsageError, in one line with file and place, for what is damaged, hostile or too large."""
