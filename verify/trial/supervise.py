@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any, NoReturn, TypeVar
 
 from kernel.errors import TurnstileError
@@ -53,6 +54,7 @@ def supervised(work: Callable[[Beat], T], seconds: float) -> T | Finding:
             os.close(receiver)
             _child(work, counter, dump, sender)
         os.close(sender)
+        _grouped(child)
         status = -1
         try:
             answer = _listen(child, receiver, counter, dump, seconds)
@@ -61,7 +63,7 @@ def supervised(work: Callable[[Beat], T], seconds: float) -> T | Finding:
         finally:
             os.close(receiver)
             if status < 0:
-                os.kill(child, signal.SIGKILL)
+                os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
     if isinstance(answer, Finding):
         return answer
@@ -76,9 +78,16 @@ def supervised(work: Callable[[Beat], T], seconds: float) -> T | Finding:
     return result
 
 
+def _grouped(child: int) -> None:
+    """A child leads a group of its own, which ends with it: no process that it has started is left behind."""
+    with suppress(OSError):  # the child does the same, and may have ended
+        os.setpgid(child, child)
+
+
 def _child(work: Callable[[Beat], Any], counter: mmap.mmap, dump: IO[bytes], sender: int) -> NoReturn:
     code = 1
     try:
+        _grouped(0)
         # `faulthandler.dump_traceback_later` would wait for a thread of the parent's, where one was running.
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False, chain=False)
         null = os.open(os.devnull, os.O_RDONLY)
