@@ -40,7 +40,8 @@ SILENCE_S: Final = 10.0
 
 def check_policy(options: Options) -> Answer:
     """The answer about a policy. Raises UsageError for one that cannot be loaded or made."""
-    answer = supervised(lambda beat: _judged(options, beat), SILENCE_S)
+    ends = f"policy {options.target} ends its process while it is imported or made"
+    answer = supervised(lambda beat: _judged(options, beat), SILENCE_S, ends)
     if not isinstance(answer, Finding):
         return answer
     plain = {"class": str(answer.cls), "rule": answer.rule, "say": answer.say, "where": answer.where}

@@ -33,14 +33,14 @@ from verify.explore.shrink import (
     smaller_scenario,
     standstill,
 )
-from verify.explore.story import Cut, Row, arrange, as_it_is, subject, tell
+from verify.explore.story import Cut, Row, arrange, as_it_is, planned, subject, tell
 from verify.explore.token import Token, prints
 from verify.sim.standstill import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from verify.explore.execution import Execution, Program
+    from verify.explore.execution import Execution, Failure, Program
     from verify.explore.schedule import Decision
     from verify.sim.stuck import Standstill
     from verify.sim.trace import Trace
@@ -82,7 +82,7 @@ class Counterexample:
     it was not seen with the tasks of a rank in asyncio's order. steps: of the schedule. caption, lanes: its end. ranks:
     those in the lanes, of a world of this size. chain: who waits for whom. hosts: where each rank's own code waits.
     critical: the step at which it went wrong, in words. broken: the paper's rule. decisions, token: how to run it
-    again.
+    again. plan: what the last rounds did, where one starves.
     """
 
     cls: Class
@@ -103,6 +103,7 @@ class Counterexample:
     broken: Rule
     decisions: tuple[Decision, ...]
     token: str
+    plan: tuple[str, ...] = ()
 
     @property
     def switches(self) -> int:
@@ -120,7 +121,7 @@ class Counterexample:
             "switches": self.switches, "caption": self.caption,
             "lanes": [{"rank": row.rank, "text": row.text, "critical": row.critical} for row in self.lanes],
             "chain": list(self.chain), "hosts": {str(rank): text for rank, text in self.hosts},
-            "critical": self.critical,
+            "critical": self.critical, "plan": list(self.plan),
             "broken": {"name": self.broken.name, "section": self.broken.section, "say": self.broken.say},
             "decisions": [list(each) for each in self.decisions], "replay": self.token,
         }  # fmt: skip
@@ -194,7 +195,14 @@ def explain(
                 len(names), prints(names),
             )
         ),
+        plan=_rounds(schedule.execution, failure) if wanted.cls is Class.STARVATION else (),
     )  # fmt: skip
+
+
+def _rounds(execution: Execution, failure: Failure) -> tuple[str, ...]:
+    """What the rounds before a failure did, as far as the program tells its plans."""
+    finding = next((each for each in getattr(execution.value, "findings", ()) if each.rule == failure.rule), None)
+    return planned(getattr(execution.value, "plans", ()), finding.round if finding is not None else -1)
 
 
 def _certainty(fifo: bool, conditional: bool) -> Certainty:
