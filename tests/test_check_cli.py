@@ -18,10 +18,12 @@ import pytest
 from kernel.errors import UsageError
 from kernel.topology import World
 from rollout import cli
+from verify.check import args
 from verify.check import policy as checked_policy
 from verify.check.args import LAYERS, RANKS, SEGMENTS, SIZES, parse
 from verify.check.order import certified
 from verify.explore.token import Token
+from verify.sim.world import WIDE
 from verify.trial.enact import attempt
 from verify.trial.family import family
 from verify.trial.guard import Guard
@@ -179,14 +181,62 @@ def test_replay_follows_edits_of_the_policy(check: Check, tmp_path: Path) -> Non
     assert "replayed  exact" in out or "replayed  still fails" in out
     policy(tmp_path, "pass")
     code, out, _ = check("--replay", token)
-    assert code == 0
-    assert "it no longer fails" in " ".join(out.split())
+    assert code == 3
+    assert "this schedule no longer fails; check again for all schedules" in " ".join(out.split())
     assert "nothing failed" in out
+    assert answer(check("--replay", token, "--json"))["verdict"] == "inconclusive"
     policy(tmp_path, "def plan(self, views, memory):\n    raise KeyError('rows')")
     plain = answer(check("--replay", token, "--json"))
     assert (plain["verdict"], plain["class"], plain["replayed"]["same"]) == ("refuted", "exception", False)
     (tmp_path / "mine.py").unlink()
     assert check("--replay", token)[0] == 2
+
+
+def test_a_replay_in_another_folder_says_which_file_is_missing(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy(tmp_path, "def plan(self, views, memory):\n    raise KeyError('rows')")
+    token = answer(check("mine.py:Mine", *SMALL, "--json"))["replay"]
+    assert check("--replay", token)[0] == 1
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    code, out, err = check("--replay", token)
+    assert (code, out) == (2, "")
+    assert f"the token is of mine.py, seen from the folder of that check, and here there is no {Path.cwd()}/mine" in err
+    assert err.count("\n") == 1
+
+
+def test_the_line_of_an_import_error_is_that_of_its_statement(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper_of_mine.py").write_text("\n\n\n\nx = (\n")
+    policy(tmp_path, "pass", "\nimport nowhere_at_all")
+    assert "mine.py:3: ModuleNotFoundError" in check("mine.py:Mine", *SMALL)[2]
+    policy(tmp_path, "pass", "\nimport helper_of_mine")
+    assert "mine.py:3: SyntaxError" in check("mine.py:Mine", *SMALL)[2]
+
+
+def test_starvation_is_told_by_the_plans_of_its_rounds(check: Check) -> None:
+    ran = check(f"{POLICIES / 'decodes_alone.py'}:Wrong", *SMALL, "--json")
+    found = answer(ran)["counterexample"]
+    round_ = int(found["say"].rpartition("round ")[2].rstrip(")"))
+    assert found["plan"][-1].startswith(f"round {round_}: no D, P e")
+    assert any("D of 1+0 rows, no P" in line for line in found["plan"])
+    assert len(found["plan"]) <= 8
+    assert found["broken"]["name"] == "progress of D"
+
+
+def test_a_turn_that_never_ends_breaks_completion_and_not_the_bound(check: Check) -> None:
+    found = answer(check(f"{POLICIES / 'gives_up.py'}:Wrong", *SMALL, "--json"))["counterexample"]
+    assert (found["rule"], found["broken"]["name"]) == ("epochs_complete", "completion of P")
+    assert "tokens when the plan went idle for good" in found["say"]
+
+
+def test_room_for_every_kernel_is_one_number() -> None:
+    assert args.WIDE == WIDE
 
 
 def test_a_launch_queue_that_is_too_short_is_kept_in_the_token(check: Check, tmp_path: Path) -> None:
@@ -205,6 +255,8 @@ def test_a_launch_queue_that_is_too_short_is_kept_in_the_token(check: Check, tmp
         ("pass", "x = (", r"mine\.py:2: SyntaxError"),
         ("pass", "import nowhere_at_all", r"mine\.py:2: ModuleNotFoundError"),
         ("pass", "raise SystemExit(0)", r"mine\.py:2: SystemExit"),
+        ("pass", "import os\nos._exit(0)", r"ends its process while it is imported or made, exit code 0"),
+        ("def __init__(self, limits):\n    import os\n    os._exit(3)", "", r"imported or made, exit code 3"),
         ("def __init__(self, limits):\n    self.x = 1 / 0", "", r"mine\.py:5: ZeroDivisionError"),
         ("guarantees = None", "", r"has no guarantees"),
     ],
@@ -224,6 +276,7 @@ def test_a_policy_that_does_not_load_is_unusable_input(
         ("raises_plan", "exception", "raise ValueError"),
         ("raises_turn", "exception", '{}["rows"]'),
         ("exits", "exception", "sys.exit"),
+        ("ends_process", "exception", None),
         ("random_plan", "outside", "random.randrange"),
         ("endless_turn", "outside", "    pass"),
         ("sleeps", "outside", "time.sleep"),
@@ -235,7 +288,7 @@ def test_a_policy_whose_code_fails_is_refuted_with_its_line(
     file = POLICIES / f"{name}.py"
     plain = answer(check(f"{file}:Wrong", *SMALL, "--json"))
     assert (plain["verdict"], plain["class"], plain["certainty"]) == ("refuted", cls, "certain")
-    assert plain["replay"]
+    assert bool(plain["replay"]) == (line is not None)
     if line is not None:
         numbers = [number for number, each in enumerate(file.read_text().splitlines(), 1) if line in each]
         cited = [int(each) for each in re.findall(rf"{name}\.py:(\d+)", plain["counterexample"]["say"])]
@@ -288,6 +341,19 @@ def test_what_a_policy_prints_does_not_get_into_the_answer(check: Check, tmp_pat
         (["fine", "--replay", "t1.x"], "leave out fine"),
         (["--replay", "t1.x", "--rounds", "2"], "leave out --rounds"),
         (["--replay", ""], "the token is empty"),
+        (["fine", "--segments", "1-100000"], "--segments 1-100000: at most 64"),
+        (["fine", "--segments", "9" * 5000], "at most 64"),
+        (["fine", "--rounds", "100000000"], "--rounds 100000000: at most 64"),
+        (["fine", "--layers", "1000000000"], "--layers 1000000000: at most 512"),
+        (["fine", "--depth", "1000000000"], "--depth 1000000000: at most 65536"),
+        (["fine", "--budget", "1000000000"], "--budget 1000000000: at most 1000000"),
+        (["fine", "--bound", "1000000000000"], "--bound 1000000000000"),
+        (["fine", "--bound", "100000"], "--bound 100000: at most 65536"),
+        (["fine", "--capacity", "9" * 23], "leave it out for room for every kernel"),
+        (["fine", "--world", "99999999999977"], "at most 64"),
+        (["any.txt", "--world", "2"], "--world means nothing for a file of programs (any.txt)"),
+        (["any.txt", "--segments", "1-2"], "--segments means nothing for a file of programs"),
+        ([".", "--bound", "span"], "--bound means nothing for a recorded run"),
         (["--replay", "nonsense"], "not a token"),
         (["--replay", "t1.eJw"], "--replay"),
         (["nowhere.txt"], "nowhere.txt"),

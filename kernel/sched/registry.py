@@ -111,7 +111,10 @@ def _from_file(name: str) -> type[Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        line = getattr(error, "lineno", None) or _last_line(error, str(file))
+        # The loader compiles under the absolute path; a SyntaxError may be of another file that this one imports.
+        origin = spec.origin or str(file)
+        own = isinstance(error, SyntaxError) and error.filename == origin
+        line = error.lineno if own and isinstance(error, SyntaxError) else _last_line(error, origin)
         say = " ".join(str(error).split())
         raise UsageError(f"policy file {path}:{line}: {type(error).__name__}: {say}") from error
     if not hasattr(module, attribute):

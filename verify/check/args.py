@@ -25,8 +25,18 @@ LAYERS: Final = 40
 """Of the order certificate: ranks, and layers of the model, one D iteration more."""
 MOST: Final = 64
 """Ranks that a simulated world may have; certificates may have thousands."""
+WIDE: Final = 1 << 30
+"""Room for every kernel: `verify.sim.world.WIDE`, without loading it."""
+LARGEST: Final = {"segments": 64, "rounds": 64, "depth": 65_536, "budget": 1_000_000, "layers": 512, "bound": 65_536}
+"""Of the other flags: beyond it a check would take hours, or mean nothing."""
 WORDS: Final = ("span", "epoch", "backlog")
-EXIT_CODES: Final = "Exit codes: 0 proved, 1 refuted, 2 unusable input, 3 inconclusive, 130 interrupted."
+EXIT_CODES: Final = (
+    "Exit codes: 0 proved, 1 refuted, 2 unusable input, 3 inconclusive, 130 interrupted. With 2 and 130 there is one"
+    " line on standard error and nothing on standard output, also with --json."
+)
+MEANT: Final = {"program": {"capacity"}, "run": {"capacity"}}
+"""Flags that mean something for what is no policy."""
+WHAT: Final = {"program": "a file of programs", "run": "a recorded run"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +149,16 @@ def parse(name: str, arguments: Sequence[str]) -> Options:
     for flag in ("rounds", "capacity", "depth", "budget", "layers"):
         if given.get(flag) is not None and given[flag] < 1:
             raise UsageError(f"--{flag} {given[flag]}: must be at least 1")
+    for flag in LARGEST.keys() & given.keys() - {"segments", "bound"}:
+        _fits(flag, given[flag])
+    if given.get("capacity", 1) >= WIDE:
+        raise UsageError(f"--capacity {given['capacity']}: less than {WIDE}; leave it out for room for every kernel")
+    if given.get("world", 1) > MOST:
+        raise UsageError(f"--world {given['world']}: at most {MOST} ranks are searched")
     worlds = tuple(_world(given, size) for size in ([given["world"]] if "world" in given else _sizes(given)))
     if worlds[-1].size > MOST:
         raise UsageError(f"--world {worlds[-1].size}: at most {MOST} ranks are searched")
-    return Options(
+    options = Options(
         name=name,
         target=target,
         worlds=worlds,
@@ -157,6 +173,15 @@ def parse(name: str, arguments: Sequence[str]) -> Options:
         replay=replay or "",
         json=given.get("json", False),
     )
+    extra = given.keys() - {"target", "replay", "json"} - MEANT.get(options.kind, given.keys())
+    if extra:
+        raise UsageError(f"--{min(extra)} means nothing for {WHAT[options.kind]} ({target}): leave it out")
+    return options
+
+
+def _fits(flag: str, value: int) -> None:
+    if value > LARGEST[flag]:
+        raise UsageError(f"--{flag} {value}: at most {LARGEST[flag]}")
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
@@ -173,10 +198,12 @@ def _world(given: dict[str, Any], size: int) -> World:
 
 
 def _segments(text: str) -> tuple[int, ...]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text.strip())
     if found is None:
         raise UsageError(f"--segments {text}: a number such as 2, or a range such as 1-3")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = (int(each[-6:]) if len(each.lstrip("0")) < 7 else 10**6 for each in (found[1], found[2] or found[1]))
+    if last > LARGEST["segments"]:
+        raise UsageError(f"--segments {text[:40]}: at most {LARGEST['segments']}")
     if not 1 <= first <= last:
         raise UsageError(f"--segments {text}: from 1 on, the smaller number first")
     return tuple(range(first, last + 1))
@@ -185,6 +212,7 @@ def _segments(text: str) -> tuple[int, ...]:
 def _bound(text: str) -> int | str:
     if text in WORDS:
         return text
-    if not text.isdigit() or not int(text):
-        raise UsageError(f"--bound {text}: {', '.join(WORDS)}, or a number of segments from 1 on")
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
+        raise UsageError(f"--bound {text[:40]}: {', '.join(WORDS)}, or a number of segments from 1 on, of nine digits")
+    _fits("bound", int(text))
     return int(text)

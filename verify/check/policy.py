@@ -7,6 +7,7 @@ The policy's own code runs in a child process that is watched, whatever it does:
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import TurnstileError, UsageError
@@ -15,10 +16,12 @@ from kernel.sched.policy import Guarantees
 from verify.blame import Certainty
 from verify.check.answer import Answer, worst, wrapped
 from verify.check.order import certified
-from verify.explore.certify import OTHERS
-from verify.explore.policy import Report, Scope, check
+from verify.check.ranks import FEW, PROCESSES, compared
+from verify.explore.certify import OTHERS, SEARCH, Work
+from verify.explore.policy import Report, Scope, check, is_foreign, scenarios_of
 from verify.explore.result import Conclusion
 from verify.sim.world import WIDE
+from verify.trial.family import TELLING
 from verify.trial.findings import GUARANTEES, Finding, one_line
 from verify.trial.guard import Guard, raised_at
 from verify.trial.supervise import Beat, supervised
@@ -37,7 +40,8 @@ SILENCE_S: Final = 10.0
 
 def check_policy(options: Options) -> Answer:
     """The answer about a policy. Raises UsageError for one that cannot be loaded or made."""
-    answer = supervised(lambda beat: _judged(options, beat), SILENCE_S)
+    ends = f"policy {options.target} ends its process while it is imported or made"
+    answer = supervised(lambda beat: _judged(options, beat), SILENCE_S, ends)
     if not isinstance(answer, Finding):
         return answer
     plain = {"class": str(answer.cls), "rule": answer.rule, "say": answer.say, "where": answer.where}
@@ -64,30 +68,81 @@ def create(spec: str, limits: Limits) -> Policy:
     return policy
 
 
-def _judged(options: Options, beat: Beat) -> Answer:
-    """In the child: the search of each scope until one is refuted, then the certificate."""
-    reports: list[Report] = []
+def _judged(options: Options, beat: Beat) -> Answer | Finding:
+    """In the child: one execution of every scenario, the processes of other ranks, the search of what is open, then the
+    certificate. Whatever refutes comes first."""
     capacity = WIDE if options.capacity is None else options.capacity
+    scopes = [
+        Scope(
+            options.target, world, segments, options.rounds, capacity, options.depth, bound=options.bound,
+            budget=options.budget,
+        )
+        for world in options.worlds for segments in options.segments
+    ]  # fmt: skip
     progress = Progress()
-    for world in options.worlds:
-        for segments in options.segments:
-            # Once a scope stays open so does the answer, unless another one refutes: less is spent on those.
-            open_ = any(report.verdict is Conclusion.INCONCLUSIVE for report in reports)
-            budget = max(1, options.budget // 10) if open_ else options.budget
-            scope = Scope(
-                options.target, world, segments, options.rounds, capacity, options.depth, bound=options.bound,
-                budget=budget,
-            )  # fmt: skip
-            report = check(scope, create, progress=progress.of(scope), guard=Guard(beat=beat))
-            reports.append(report)
-            if report.verdict is Conclusion.REFUTED:
-                break
-        if reports[-1].verdict is Conclusion.REFUTED:
-            break
+    guard = Guard(beat=beat)
+    reports = _once(scopes, progress, guard)
+    if not _refuted(reports) or reports[-1].unsteady:
+        # What is open is hardly ever proved: then fewer processes must do.
+        found = _elsewhere(scopes, progress, PROCESSES if all(report.proved for report in reports) else FEW)
+        if found is not None:
+            progress.clear()
+            return found
+    if not _refuted(reports):
+        _refine(options, reports, progress, guard)
     progress.clear()
     proved = all(report.proved for report in reports)
     certificate = certified(options, create, Guard(beat=beat)) if options.layers and proved else None
     return _answer(options, reports, certificate)
+
+
+def _once(scopes: Sequence[Scope], progress: Progress, guard: Guard) -> list[Report]:
+    """The reports on scopes by one execution of each scenario, up to the first that is refuted."""
+    reports: list[Report] = []
+    for scope in scopes:
+        reports.append(check(replace(scope, budget=1), create, progress=progress.of(scope), guard=guard))
+        if _refuted(reports):
+            break
+    return reports
+
+
+def _elsewhere(scopes: Sequence[Scope], progress: Progress, processes: int) -> Finding | None:
+    """What a policy from outside decides differently in the processes of other ranks."""
+    most, least = scopes[-1], scopes[0].world
+    chosen = [scope for scope in scopes if scope.world == least or scope.segments == most.segments]
+    scenarios = [each for scope in chosen for each in scenarios_of(scope, create) if each.name in TELLING]
+    policy = create(scopes[0].policy, scenarios[0].limits)
+    if not is_foreign(policy):
+        return None
+    progress.say(f"{scopes[0].policy}: the same in every process?")
+    return compared(scenarios, policy, processes)
+
+
+def _refine(options: Options, reports: list[Report], progress: Progress, guard: Guard) -> None:
+    """Search the scenarios that one execution each has left open, until the work for all of them is spent, or one scope
+    stays open: then so does the answer, unless another scope refutes, and only little is spent on those."""
+    work = Work(SEARCH * options.budget)
+    budget = options.budget
+    for place, report in enumerate(reports):
+        if not report.open:
+            continue
+        scope = replace(report.scope, budget=budget)
+        again = check(scope, create, report.open, progress=progress.of(scope), work=work, guard=guard)
+        reports[place] = replace(
+            again, scenarios=report.scenarios, executions=report.executions + again.executions,
+            steps=report.steps + again.steps,
+        )  # fmt: skip
+        if again.verdict is Conclusion.REFUTED:
+            reports[place + 1 :] = []
+            return
+        if again.verdict is Conclusion.INCONCLUSIVE:
+            budget = max(1, options.budget // 10)
+        if work.steps <= 0:
+            return
+
+
+def _refuted(reports: Sequence[Report]) -> bool:
+    return bool(reports) and reports[-1].verdict is Conclusion.REFUTED
 
 
 class Progress:
@@ -100,7 +155,12 @@ class Progress:
         """Shows a scenario of a scope."""
         if not self._shown:
             return None
-        return lambda scenario: self._write(f"{scope}: {scenario.name}"[:100])
+        return lambda scenario: self.say(f"{scope}: {scenario.name}")
+
+    def say(self, text: str) -> None:
+        """Show what is done now."""
+        if self._shown:
+            self._write(text[:100])
 
     def clear(self) -> None:
         """Leave an empty line behind."""
@@ -152,7 +212,7 @@ def _how(last: Report, executions: int, scenarios: int) -> str:
     if last.verdict is Conclusion.INCONCLUSIVE:
         open_ = next(result for result in last.guarantees.values() if result.verdict is Conclusion.INCONCLUSIVE)
         return open_.reason
-    return ""
+    return last.unsteady
 
 
 def _worst_of(rule: str, reports: Sequence[Report]) -> tuple[Report, Result]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kernel.errors import UsageError
 from verify.blame import Certainty, Class
 from verify.check.answer import Answer, wrapped
 from verify.check.policy import SILENCE_S, create
@@ -29,7 +31,9 @@ def check_replay(options: Options) -> Answer:
     """The answer about a token. Raises UsageError for a damaged one, and for a policy that cannot be loaded."""
     token = Token.parse(options.replay)
     case = case_of_token(token, create)
-    answer = supervised(lambda beat: _again(options, token, beat), SILENCE_S)
+    _there(case.scenario.policy)
+    ends = f"policy {case.scenario.policy} ends its process while it is imported or made"
+    answer = supervised(lambda beat: _again(options, token, beat), SILENCE_S, ends)
     if not isinstance(answer, Finding):
         return answer
     plain = {"class": str(answer.cls), "rule": answer.rule, "say": answer.say, "where": answer.where}
@@ -37,6 +41,15 @@ def check_replay(options: Options) -> Answer:
         Conclusion.REFUTED, answer.cls, Certainty.CERTAIN, case.scope(case.scenario), 1, options.replay, plain,
         body=(*wrapped(f"failed    {answer}", 10), ""),
     )  # fmt: skip
+
+
+def _there(spec: str) -> None:
+    """A token says where the policy's file was as the check was told it. Raises UsageError where it is not there."""
+    path, colon, _ = spec.partition(".py:")
+    file = Path(f"{path}.py")
+    if colon and not file.is_absolute() and not file.is_file():
+        say = f"the token is of {file}, seen from the folder of that check, and here there is no {file.absolute()}"
+        raise UsageError(f"--replay: {say}: run it in that folder, or check again with an absolute path")
 
 
 def _again(options: Options, token: Token, beat: Beat) -> Answer:
@@ -54,9 +67,9 @@ def _again(options: Options, token: Token, beat: Beat) -> Answer:
     failure = made.execution.fails(token.rule) or made.execution.failure
     if failure is None:
         return Answer(
-            Conclusion.PROVED, Class.NONE, Certainty.CERTAIN, scope, 1, more={"replayed": replayed},
+            Conclusion.INCONCLUSIVE, Class.NONE, Certainty.UNDECIDED, scope, 1, more={"replayed": replayed},
             body=(*wrapped(f"replayed  {made.say}", 10, 2), ""),
-            reason="it no longer fails; check again for all schedules",
+            reason="this schedule no longer fails; check again for all schedules",
         )  # fmt: skip
     fifo = token.fidelity == "fifo"
     found = explain(

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verify.blame import Certainty, Class
 from verify.explore.critical import Critical, critical_step
+from verify.explore.execution import Unsteady, execute
 from verify.explore.render import as_text
 from verify.explore.rules import Rule, rule_of
 from verify.explore.schedule import Schedule, followed, made, one_away
 from verify.explore.search import mixture
 from verify.explore.shrink import (
+    STEPS,
     Sign,
     failure_of,
     fewer_decisions,
@@ -31,14 +33,14 @@ from verify.explore.shrink import (
     smaller_scenario,
     standstill,
 )
-from verify.explore.story import Cut, Row, arrange, as_it_is, subject, tell
+from verify.explore.story import Cut, Row, arrange, as_it_is, planned, subject, tell
 from verify.explore.token import Token, prints
 from verify.sim.standstill import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from verify.explore.execution import Execution, Program
+    from verify.explore.execution import Execution, Failure, Program
     from verify.explore.schedule import Decision
     from verify.sim.stuck import Standstill
     from verify.sim.trace import Trace
@@ -61,13 +63,15 @@ class Case(Generic[S]):
 @dataclass(frozen=True)
 class Effort:
     """Executions at most: search of one smaller `scenario` and how many of these, leaving out `decisions`, ways to go
-    on from one prefix for the `critical` step, looking for the failure under `fifo`."""
+    on from one prefix for the `critical` step, looking for the failure under `fifo`. steps: of the executions that the
+    search of smaller scenarios takes."""
 
     scenario: int = 30
     scenarios: int = 60
     decisions: int = 200
     critical: int = 24
     fifo: int = 120
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Counterexample:
     it was not seen with the tasks of a rank in asyncio's order. steps: of the schedule. caption, lanes: its end. ranks:
     those in the lanes, of a world of this size. chain: who waits for whom. hosts: where each rank's own code waits.
     critical: the step at which it went wrong, in words. broken: the paper's rule. decisions, token: how to run it
-    again.
+    again. plan: what the last rounds did, where one starves.
     """
 
     cls: Class
@@ -99,6 +103,7 @@ class Counterexample:
     broken: Rule
     decisions: tuple[Decision, ...]
     token: str
+    plan: tuple[str, ...] = ()
 
     @property
     def switches(self) -> int:
@@ -116,7 +121,7 @@ class Counterexample:
             "switches": self.switches, "caption": self.caption,
             "lanes": [{"rank": row.rank, "text": row.text, "critical": row.critical} for row in self.lanes],
             "chain": list(self.chain), "hosts": {str(rank): text for rank, text in self.hosts},
-            "critical": self.critical,
+            "critical": self.critical, "plan": list(self.plan),
             "broken": {"name": self.broken.name, "section": self.broken.section, "say": self.broken.say},
             "decisions": [list(each) for each in self.decisions], "replay": self.token,
         }  # fmt: skip
@@ -135,7 +140,8 @@ def explain(
 
     fifo: the fidelity under which it was found. rule: which of its failures; the first by default. certainty: where it
     is known; otherwise a standstill that needs a device too small for all kernels is conditional, and what was not seen
-    in asyncio's order is undecided. Raises ValueError for an execution that does not fail.
+    in asyncio's order is undecided. Raises ValueError for an execution that does not fail, and Unsteady where it does
+    not fail again.
     """
     effort = effort or Effort()
     wanted = sign(execution, rule)
@@ -143,18 +149,25 @@ def explain(
         raise ValueError(f"the execution does not fail{f' in {rule}' if rule else ''}: there is nothing to explain")
     least = smaller_scenario(
         case.scenario, execution, wanted, case.program, case.smaller, fifo=fifo, limit=effort.scenario,
-        tries=effort.scenarios,
+        tries=effort.scenarios, steps=effort.steps,
     )  # fmt: skip
     scenario, program = least.scenario, case.program(least.scenario)
     fifo, schedule = _confirmed(program, least.execution, wanted, fifo, effort.fifo)
+    if not wanted.of(schedule.execution):
+        now = failure_of(schedule.execution)
+        how = f"as {now.cls}: {now.say}" if now is not None else "without a failure"
+        first = failure_of(least.execution, wanted.rule)
+        assert first is not None
+        raise Unsteady(f"{first.say}; and the same schedule ended {how} when it was run again")
     schedule = _nearer(program, schedule, wanted, fifo)
     schedule = fewer_decisions(program, schedule, wanted, fifo, effort.decisions)
     schedule = made(program, schedule.decisions, fifo, notes=True)
     failure = failure_of(schedule.execution, wanted.rule)
-    assert failure is not None
+    if failure is None:
+        raise Unsteady("a schedule that failed does not fail again")
     still = standstill(failure)
     trace, cuts = _arranged(program, schedule, wanted, fifo)
-    critical = critical_step(program, trace.names, wanted.rule, fifo, effort.critical)
+    critical = _always(program, wanted) or critical_step(program, trace.names, wanted.rule, fifo, effort.critical)
     story = tell(trace, cuts, critical.step, still.ops if still else (), _concerned(trace, still, critical.step))
     conditional = still is not None and still.conditional
     names = schedule.names
@@ -182,7 +195,14 @@ def explain(
                 len(names), prints(names),
             )
         ),
+        plan=_rounds(schedule.execution, failure) if wanted.cls is Class.STARVATION else (),
     )  # fmt: skip
+
+
+def _rounds(execution: Execution, failure: Failure) -> tuple[str, ...]:
+    """What the rounds before a failure did, as far as the program tells its plans."""
+    finding = next((each for each in getattr(execution.value, "findings", ()) if each.rule == failure.rule), None)
+    return planned(getattr(execution.value, "plans", ()), finding.round if finding is not None else -1)
 
 
 def _certainty(fifo: bool, conditional: bool) -> Certainty:
@@ -233,6 +253,12 @@ def _arranged(program: Program, schedule: Schedule, wanted: Sign, fifo: bool) ->
         return again.trace, arrangement.cuts
     # Under `fifo` what is delivered, and what a rank finds ready by itself, depends on the order.
     return again.trace, as_it_is(again.trace).cuts
+
+
+def _always(program: Program, wanted: Sign) -> Critical | None:
+    """An execution without a race stands for all: where it fails, every schedule does."""
+    execution = execute(program)
+    return Critical(-1, False, 1) if not execution.trace.races and wanted.of(execution) else None
 
 
 def _chain(execution: Execution, rule: str) -> tuple[str, ...]:

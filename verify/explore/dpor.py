@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verify.explore.execution import Cut, Execution, Program, execute
+from verify.explore.execution import Cut, Execution, Program, Unsteady, execute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,6 +54,8 @@ class _Guide:
                 self._sleep = {**place.sleep, **dict(place.done.items())}
                 self._sleep.pop(place.chosen, None)
                 self._seen = place.step
+            if place.chosen not in names:
+                raise Unsteady(f"after {place.step} steps that were the same, {place.chosen!r} is not there any more")
             return names.index(place.chosen)
         self._wake()
         for index, name in enumerate(names):
@@ -78,7 +80,8 @@ class _Guide:
 def explore(program: Program, fifo: bool = False, notes: bool = False) -> Iterator[Execution]:
     """Executions that stand for all schedules of `program`; those cut short as covered by others are yielded too.
 
-    The program must do the same whenever it is given the same choices. fifo: see `verify.explore.lanes`.
+    The program must do the same whenever it is given the same choices; raises Unsteady where it is seen not to. fifo:
+    see `verify.explore.lanes`.
     """
     places: list[_Place] = []
     while True:

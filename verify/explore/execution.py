@@ -43,6 +43,13 @@ class Cut(BaseException):
     """An execution is not worth going on with: what is left of it is covered by others."""
 
 
+class Unsteady(BaseException):
+    """The same choices led to something else: what is explored depends on more than the schedule."""
+
+    def __init__(self, say: str) -> None:
+        super().__init__(f"not the same in every run: {say}")
+
+
 @dataclass(frozen=True)
 class Execution:
     """One run.

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.sched import registry
 from verify.blame import Certainty, Class
-from verify.explore.certify import BUDGET, OTHERS, judge
+from verify.explore.certify import BUDGET, OTHERS, Work, judge
 from verify.explore.counterexample import Counterexample, explain
-from verify.explore.result import Conclusion, Result
+from verify.explore.execution import Unsteady
+from verify.explore.result import Conclusion, Evidence, Result
 from verify.explore.smaller import case_of
 from verify.sim.world import WIDE
 from verify.trial.enact import run
-from verify.trial.family import family
+from verify.trial.family import TELLING, family
 from verify.trial.findings import GUARANTEES
 from verify.trial.guard import foreign
 from verify.trial.monitor import declared
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from verify.trial.scenario import Scenario
 
 DOUBT = 1
-"""Schedules in asyncio's own order that a policy from outside is run under besides its proof."""
+"""Schedules in asyncio's own order that a policy from outside is run under besides its proof, in telling scenarios."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Report:
 
     guarantees: the worst result of each rule, with the scenario that it is of; `rules` stands for all rules of the seam
     and of the kernel. scenarios, executions: how many there were. claims: in words. counterexample: to the first rule
-    that was refuted.
+    that was refuted. open: scenarios that a larger budget may settle. unsteady: how the policy was seen not to do the
+    same in every run, which refutes it.
     """
 
     scope: Scope
@@ -80,6 +82,8 @@ class Report:
     executions: int
     steps: int
     counterexample: Counterexample | None = field(default=None)
+    open: tuple[Scenario, ...] = ()
+    unsteady: str = ""
 
     @property
     def proved(self) -> bool:
@@ -120,20 +124,25 @@ def check(
     *,
     explained: bool = True,
     progress: Callable[[Scenario], None] | None = None,
+    work: Work | None = None,
     **options: Any,
 ) -> Report:
     """Judge the policy of `scope` on each of its scenarios.
 
     make_policy: from a spec and limits, once a rank. scenarios: instead of `verify.trial.family`. explained: whether a
-    failure is shrunk and told. progress: called before each scenario. options: others of `verify.trial.enact.run`.
-    Raises UsageError for a policy that cannot be used.
+    failure is shrunk and told. progress: called before each scenario. work: bounds the search of scenarios that one
+    execution does not settle, all together. options: others of `verify.trial.enact.run`. Raises UsageError for a policy
+    that cannot be used.
     """
-    chosen = list(scenarios) if scenarios is not None else list(_family(scope, make_policy))
+    scenarios = list(scenarios) if scenarios is not None else []
+    chosen = scenarios or scenarios_of(scope, make_policy)
     scope = replace(scope, world=chosen[0].world) if chosen else scope
     policy = make_policy(scope.policy, chosen[0].limits)
-    doubt = DOUBT if _foreign(policy) else 0
+    own = is_foreign(policy)
     worst: dict[str, tuple[Result, Scenario]] = {}
     executions = steps = ran = 0
+    unsettled: list[Scenario] = []
+    unsteady = ""
     for scenario in chosen:
         if progress is not None:
             progress(scenario)
@@ -141,13 +150,22 @@ def check(
         rules = [rule for rule in GUARANTEES if rule not in settled]
         # Once one scenario has spent its budget in vain the answer is open at best: less of it for the others.
         open_ = any(result.verdict is Conclusion.INCONCLUSIVE for result, _ in worst.values())
-        results = judge(
-            _program(scope, scenario, make_policy, options), str(scenario), rules,
-            max(1, scope.budget // 10) if open_ else scope.budget,
-            _program(scope, replace(scenario, capacity=WIDE), make_policy, options) if scope.capacity < WIDE else None,
-            settled, doubt,
-        )  # fmt: skip
+        roomy = replace(scenario, capacity=WIDE) if scope.capacity < WIDE else None
+        doubt = DOUBT if own and (scenarios or scenario.name in TELLING) else 0
         ran += 1
+        try:
+            results = judge(
+                _program(scope, scenario, make_policy, options), str(scenario), rules,
+                max(1, scope.budget // 10) if open_ else scope.budget,
+                _program(scope, roomy, make_policy, options) if roomy is not None else None,
+                settled, doubt, work, max(scope.budget, BUDGET),
+            )  # fmt: skip
+        except Unsteady as seen:
+            unsteady = str(seen)
+            worst[OTHERS] = _unsteady(str(scenario), unsteady), scenario
+            break
+        if any(_may_be_settled(result) for result in results.values()):
+            unsettled.append(scenario)
         executions += max(result.evidence.executions for result in results.values())
         steps += max(result.evidence.steps for result in results.values())
         for rule, result in results.items():
@@ -158,7 +176,15 @@ def check(
     order = [rule for rule in (*GUARANTEES, OTHERS) if rule in worst]
     first = min(order, key=lambda rule: _rank(worst[rule][0]))
     result, scenario = worst[first]
-    found = _explained(scope, scenario, first, result, make_policy, options) if explained else None
+    found = None
+    try:
+        if explained and not unsteady:
+            found = _explained(scope, scenario, result, make_policy, options)
+    except Unsteady as seen:
+        unsteady = str(seen)
+        result = _unsteady(str(scenario), unsteady)
+        worst[OTHERS] = result, scenario
+        order = [rule for rule in (*GUARANTEES, OTHERS) if rule in worst]
     return Report(
         scope=scope,
         verdict=result.verdict,
@@ -170,16 +196,31 @@ def check(
         executions=executions,
         steps=steps,
         counterexample=found,
+        open=tuple(unsettled),
+        unsteady=unsteady,
     )
 
 
-def _foreign(policy: Policy) -> bool:
+def _may_be_settled(result: Result) -> bool:
+    """Whether more executions could settle it: not where all are known already, or where it is hidden."""
+    evidence = result.evidence
+    return result.verdict is Conclusion.INCONCLUSIVE and not evidence.complete and not evidence.hidden
+
+
+def _unsteady(scenario: str, say: str) -> Result:
+    """What is the matter with a policy that does not do the same twice; it refutes, whatever else was found."""
+    evidence = Evidence(executions=1, fidelity="fifo")
+    return Result(Conclusion.REFUTED, scenario, evidence, Class.RULE, Certainty.CERTAIN, say)
+
+
+def is_foreign(policy: Policy) -> bool:
     """Whether any of a policy's code is not ours."""
     files = [getattr(sys.modules.get(cls.__module__), "__file__", None) or "" for cls in type(policy).__mro__[:-1]]
     return any(foreign(file) for file in files)
 
 
-def _family(scope: Scope, make_policy: MakePolicy) -> Iterable[Scenario]:
+def scenarios_of(scope: Scope, make_policy: MakePolicy = registry.create) -> list[Scenario]:
+    """The scenarios of a scope, on the route that the policy wants."""
     made = family(scope.world, scope.policy, scope.segments, scope.rounds, capacity=scope.capacity)
     world = scope.world.under(getattr(make_policy(scope.policy, made[0].limits), "route", None))
     return [replace(each, world=world) for each in made]
@@ -196,7 +237,6 @@ def _launch(scope: Scope) -> dict[str, Any]:
 def _explained(
     scope: Scope,
     scenario: Scenario,
-    rule: str,
     result: Result,
     make_policy: MakePolicy,
     options: dict[str, Any],

@@ -29,6 +29,7 @@ def as_text(found: Counterexample) -> str:
     head = [*_told("failed", _headline(found), 2), *_told("scope", found.scope, 2)]
     head += _told("schedule", _schedule(found), 2)
     critical = _told("critical", found.critical, 2)
+    critical = _list("plan", found.plan, 8) + critical
     room = LINES - len(head) - len(tail) - len(critical)
     chain = _list("waits", found.chain or (found.say,), max(3, room - len(found.lanes) - 4))
     chain += _legend(found.chain)

@@ -59,6 +59,10 @@ _PROGRESS = Rule(
     "progress of D", "paper sections 3 and 4",
     "a ready D enters at the next boundary, and P reaches its end by one segment a round",
 )  # fmt: skip
+_COMPLETES = Rule(
+    "completion of P", "paper sections 3 and 4",
+    "every admitted prompt reaches the end of its epoch and every turn ends; a plan is idle only when nothing is left",
+)  # fmt: skip
 _LEASE = Rule(
     "reservation", "paper section 6",
     "KV storage belongs to its request from admission until promotion, or until submitted work has drained",
@@ -69,7 +73,8 @@ _BY_RULE = {
     **dict.fromkeys(("shared plan", "pure plan", "plan", "round", "inbox", "idle", "view"), _PLAN),
     **dict.fromkeys(("turnstile", "permit", "one dispatch", "one epoch"), _PERMIT),
     **dict.fromkeys(("promotion", "lease", "kv", "lag"), _LEASE),
-    **dict.fromkeys(("decode_bound", "epochs_complete"), _PROGRESS),
+    "decode_bound": _PROGRESS,
+    "epochs_complete": _COMPLETES,
     "order": _ORDER,
 }
 

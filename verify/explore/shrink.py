@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from verify.explore.dpor import explore
+from verify.explore.execution import execute
 from verify.explore.schedule import DELIVERED, Decision, Schedule, followed, made
 from verify.sim.errors import Deadlock
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from verify.sim.trace import Trace
 
 S = TypeVar("S")
+
+STEPS = 20_000
+"""Steps of all executions that looking for a smaller scenario may take."""
 
 RUNS = 200
 """Executions that making a list of decisions shorter may take."""
@@ -85,22 +89,25 @@ def smaller_scenario(
     fifo: bool = False,
     limit: int = 30,
     tries: int = 60,
-    runs: int = 400,
+    steps: int = STEPS,
 ) -> Smaller[S]:
     """Go on to the first smaller scenario that fails in the same way, for as long as there is one.
 
     smaller: scenarios a step smaller, the most promising first. limit: executions that the search of one may take.
-    tries: scenarios altogether, runs: executions altogether.
+    tries: scenarios altogether. steps: of all executions altogether. Where the default schedule fails already, it is
+    the only one that is tried.
     """
     tried, going = 0, True
+    if tries and wanted.of(execute(program_of(scenario), fifo=fifo)):
+        limit = 1
     while going:
         going = False
         for candidate in smaller(scenario):
-            if tried >= tries or runs <= 0:
+            if tried >= tries or steps <= 0:
                 return Smaller(scenario, execution, tried)
             tried += 1
-            found, ran = _search(program_of(candidate), wanted, fifo, min(limit, runs))
-            runs -= ran
+            found, ran = _search(program_of(candidate), wanted, fifo, limit, steps)
+            steps -= ran
             if found is not None:
                 scenario, execution, going = candidate, found, True
                 break
@@ -112,15 +119,18 @@ def search(program: Program, wanted: Sign, fifo: bool = False, limit: int = 30) 
     return _search(program, wanted, fifo, limit)[0]
 
 
-def _search(program: Program, wanted: Sign, fifo: bool, limit: int) -> tuple[Execution | None, int]:
-    """See `search`; and how many executions there were."""
-    number = 0
+def _search(
+    program: Program, wanted: Sign, fifo: bool, limit: int, steps: int = STEPS
+) -> tuple[Execution | None, int]:
+    """See `search`; and how many steps they had."""
+    ran = 0
     for number, execution in enumerate(explore(program, fifo), start=1):
+        ran += len(execution.trace.names)
         if not execution.cut and wanted.of(execution):
-            return execution, number
-        if number >= limit:
+            return execution, ran
+        if number >= limit or ran >= steps:
             break
-    return None, number
+    return None, ran
 
 
 # -- fewer decisions --------------------------------------------------------------------------------------------

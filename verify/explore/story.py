@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kernel.sched.policy import ALL
 from verify.explore.shrink import also_before, few_switches, rank_of
 from verify.sim.standstill import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from kernel.sched.policy import Plan
     from verify.sim.trace import Trace
 
 SWITCHES = 6
@@ -119,6 +121,28 @@ def tell(
             if all(step >= cut.steps for step, rank in events.enqueued.items() if rank in shown):
                 break
     return _fit(told or story)
+
+
+def planned(plans: Sequence[Plan], upto: int = -1, most: int = 8) -> tuple[str, ...]:
+    """What the last rounds did, up to a round, by their plans; rounds in a row that do the same share a line."""
+    lines: list[tuple[int, int, str]] = []
+    for plan in plans:
+        if 0 <= upto < plan.round:
+            break
+        said = _plan(plan)
+        first = lines.pop()[0] if lines and lines[-1][2] == said else plan.round
+        lines.append((first, plan.round, said))
+    return tuple(
+        f"round{f's {first}-{last}' if first < last else f' {first}'}: {said}" for first, last, said in lines[-most:]
+    )
+
+
+def _plan(plan: Plan) -> str:
+    rows = f"D of {'+'.join(map(str, plan.decode))} rows" if plan.bucket else "no D"
+    state = "starts" if plan.activate == plan.epoch else "goes on"
+    span = "all" if plan.span >= ALL else plan.span
+    epoch = f"P e{plan.epoch} {state}, span {span}" if plan.epoch >= 0 else "no P"
+    return f"{rows}, {epoch}" + (", idle" if plan.idle else "")
 
 
 def _fit(story: Story) -> Story:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kernel.inbox import UsePolicy
     from kernel.replica import Output
     from kernel.request import Request
-    from kernel.sched.policy import Limits, Policy
+    from kernel.sched.policy import Limits, Plan, Policy
 
 MakePolicy = Callable[[str, "Limits"], "Policy"]
 
@@ -48,7 +48,7 @@ class Outcome:
 
     turns: by request id. rounds: of rank 0. digest: of all plans of rank 0, equal for equal plans. steps: of the
     scheduler. findings: what the monitors found, most important first. error: what ended the run early, as the world
-    raised it; from a Found its finding is the first one.
+    raised it; from a Found its finding is the first one. plans: of rank 0, one a round.
     """
 
     scenario: Scenario
@@ -58,6 +58,7 @@ class Outcome:
     steps: int
     findings: tuple[Finding, ...]
     error: Exception | None
+    plans: tuple[Plan, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -132,8 +133,9 @@ def attempt(
         first = from_error(error)
         findings = [first, *(finding for finding in findings if finding != first)]
     return Outcome(
-        scenario, turns, monitors[0].rounds, monitors[0].digest, simulated.scheduler.steps, _unique(findings), error
-    )
+        scenario, turns, monitors[0].rounds, monitors[0].digest, simulated.scheduler.steps, _unique(findings), error,
+        tuple(monitors[0].plans),
+    )  # fmt: skip
 
 
 class _Actor:

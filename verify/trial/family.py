@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 START = 3
 """The round in which the requests of round 0 decode first, at the earliest: seen, admitted, finished, promoted."""
 
+TELLING = ("P meets D after 1", "a prompt of three epochs", "endless arrivals")
+"""Names of the members that show most of what a policy decides."""
+
 _FED = 4
 """Tokens of a replica in one epoch."""
 

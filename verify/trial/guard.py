@@ -11,6 +11,7 @@ What neither can see, such as a wait inside C code, is found by `verify.trial.su
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import dis
 import importlib.util
@@ -19,7 +20,7 @@ import sys
 import sysconfig
 import time
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,13 @@ from verify.trial.findings import Finding
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType, TracebackType
+
+_LOOKS = (
+    frozenset(name for name in vars(Path) if not name.startswith("_"))
+    - vars(PurePath).keys()
+    - {"open", "read_text", "read_bytes", "write_text", "write_bytes", "iterdir", "glob", "rglob", "walk", "touch"}
+)
+"""Methods of a path that look at files; the audit hook hears of those that open one."""
 
 BUDGET = 200_000
 """Lines that one callback of a policy may run; a plan of the shipped policies takes under a hundred."""
@@ -110,22 +118,44 @@ _TIMES = frozenset(
     f"{clock}{unit}"
     for clock in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
     for unit in ("", "_ns")
-)
-_OF_PROCESS = {"getpid", "getppid", "urandom", "getenv", "gettid", "getnode", "get_ident", "get_native_id"}
+) | {"localtime", "gmtime", "ctime", "asctime", "strftime", "clock_gettime", "clock_gettime_ns", "times"}
+_HEARD = {"open", "listdir", "scandir", "fork", "system", "posix_spawn", "posix_spawnp", "popen", "walk", "makedirs"}
+"""Of `os`: what the audit hook tells better."""
+_PURE = {"fspath", "fsencode", "fsdecode", "_path_normpath", "strerror", "_exit", "abort", "kill", "_Environ"}
+"""Of `os`: what asks the system for nothing, or ends the process."""
+_SYSTEMS = {"posix", "os", "platform", "locale", "_locale", "getpass", "resource", "pwd", "grp"}
+"""Modules that ask the process, the host or the system."""
+_PATHS = {"abspath", "realpath", "expanduser", "expandvars", "islink", "lexists", "ismount"}
+"""Of `posixpath`: what is not only about text. All of `genericpath` but the common prefix looks at files."""
+_OF_PROCESS = {"getnode", "get_ident", "get_native_id", "getrefcount", "getallocatedblocks", "get_objects", "get_count"}
 
 
 def _private(function: Any, owner: Any) -> str:
     """What a call learns that another rank would not, in words; "" for most calls."""
-    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
+    return _asks(getattr(function, "__module__", None), getattr(function, "__name__", ""), function, owner)
+
+
+def _asks(module: str | None, name: str, function: Any, owner: Any) -> str:
+    """See `_private`. function: None where only its names are known."""
     if module == "time" and name in _TIMES:
         return "asks for the time"
+    if name == "time" and isinstance(owner, asyncio.AbstractEventLoop):
+        return "asks for the time of its loop"
+    if (
+        (module in _SYSTEMS and name not in _PURE | _HEARD)
+        or (module == "posixpath" and name in _PATHS)
+        or (module == "genericpath" and name != "commonprefix")
+        or ((module or "").startswith("pathlib") and isinstance(owner, Path) and name in _LOOKS)
+        or (owner is Path and name in ("cwd", "home"))
+    ):
+        return f"asks for what is its process's own, or its host's ({name})"
     if name in ("now", "today", "utcnow") and isinstance(owner, type) and issubclass(owner, datetime.date):
         return "asks for the time"
     if isinstance(owner, random.Random) or module in ("random", "secrets", "uuid"):
         return "decides by chance"
     if name in _OF_PROCESS or type(owner).__name__ == "_Environ":
         return f"asks for what is its process's own ({name})"
-    if function is hash or function is id:
+    if function is not None and (function is hash or function is id):
         return f"calls {name}(), whose answer differs from process to process"
     return ""
 
@@ -304,8 +334,16 @@ class Guard:
         return self._trace_line
 
     def _profiled(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "c_call" and self._active:
+        if not self._active:
+            return
+        if event == "c_call":
             self._check(arg, getattr(arg, "__self__", None), frame)
+        elif event == "call" and frame.f_back is not None and foreign(frame.f_back.f_code.co_filename):
+            code = frame.f_code  # of a library: what it does by itself is its own affair
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            private = _asks(frame.f_globals.get("__name__"), code.co_name, None, owner)
+            if private:
+                self._stop(f"{private}: ranks would not decide alike", frame)
 
 
 @cache

@@ -48,12 +48,13 @@ class RankMonitor:
 
     bound: judged instead of the policy's own claim, where given. patience: rounds without any progress, longest: rounds
     altogether, that count as starvation. now: the round. findings: what was noted, the most
-    important first. digest: of all plans.
+    important first. plans: of all rounds; digest: of them, with what the policy remembered.
     """
 
     def __init__(self, rank: int, bound: Bound | None, patience: int = PATIENCE, longest: int = 100_000) -> None:
         self.rank, self.bound, self.patience, self.longest = rank, bound, patience, longest
         self.findings: list[Finding] = []
+        self.plans: list[Plan] = []
         self.digest = self.rounds = self.launched = 0
         self.invariants: Invariants | None = None
         self._claim: Bound = "backlog"
@@ -90,6 +91,7 @@ class RankMonitor:
         moved = self._moved or plan.idle or plan.activate >= 0 or plan.promote >= 0 or plan.inbox > before.inbox
         self._plan, self._moved = plan, False
         self.rounds += 1
+        self.plans.append(plan)
         self.digest = control.fold(self.digest, control.digest((plan, after)))
         self._sane(views, before, plan, after)
         self._stale = 0 if moved else self._stale + 1

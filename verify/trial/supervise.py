@@ -18,9 +18,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any, NoReturn, TypeVar
 
-from kernel.errors import TurnstileError
+from kernel.errors import TurnstileError, UsageError
 from verify.blame import Class
 from verify.sim.waits import place
 from verify.trial.findings import Finding, one_line
@@ -34,12 +35,13 @@ Beat = Callable[[], None]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 
 
-def supervised(work: Callable[[Beat], T], seconds: float) -> T | Finding:
+def supervised(work: Callable[[Beat], T], seconds: float, unusable: str = "") -> T | Finding:
     """What `work(beat)` returns, computed in a forked child; a Finding when it gets stuck in a policy's code.
 
     seconds: of silence of `beat` before the child's stack is looked at. Result and exceptions must be picklable; an
     exception of the work is raised here. What the work prints goes to standard error, and it has no terminal to read.
-    A child that ends by itself (a crash in C code, `os._exit`) is a Finding too.
+    A child that ends by itself (a crash in C code, `os._exit`) is a Finding too; before any beat, where `unusable` is
+    given, a UsageError that says so.
     """
     with mmap.mmap(-1, 8) as counter, tempfile.TemporaryFile("w+b") as dump:
         receiver, sender = os.pipe()
@@ -53,20 +55,24 @@ def supervised(work: Callable[[Beat], T], seconds: float) -> T | Finding:
             os.close(receiver)
             _child(work, counter, dump, sender)
         os.close(sender)
+        _grouped(child)
         status = -1
         try:
             answer = _listen(child, receiver, counter, dump, seconds)
+            started = any(counter[:])
             if not isinstance(answer, Finding):
                 _, status = os.waitpid(child, 0)
         finally:
             os.close(receiver)
             if status < 0:
-                os.kill(child, signal.SIGKILL)
+                os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
     if isinstance(answer, Finding):
         return answer
     if not answer:
         how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+        if unusable and not started:
+            raise UsageError(f"{unusable}, {how}")
         say = f"the checked code ended its process, {how}: a policy must return or raise"
         return Finding(Class.EXCEPTION, "policy", say)
     failed, value = pickle.loads(answer)
@@ -76,9 +82,16 @@ def supervised(work: Callable[[Beat], T], seconds: float) -> T | Finding:
     return result
 
 
+def _grouped(child: int) -> None:
+    """A child leads a group of its own, which ends with it: no process that it has started is left behind."""
+    with suppress(OSError):  # the child does the same, and may have ended
+        os.setpgid(child, child)
+
+
 def _child(work: Callable[[Beat], Any], counter: mmap.mmap, dump: IO[bytes], sender: int) -> NoReturn:
     code = 1
     try:
+        _grouped(0)
         # `faulthandler.dump_traceback_later` would wait for a thread of the parent's, where one was running.
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False, chain=False)
         null = os.open(os.devnull, os.O_RDONLY)

@@ -1,0 +1,15 @@
+"""Asks for the name of its host."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from kernel.sched.fine import Fine
+
+
+class Wrong(Fine):
+    name = "wrong"
+
+    def span(self, now: Any) -> Any:
+        return 1 + len(platform.node()) % 2

@@ -1,0 +1,15 @@
+"""Asks how busy its host is."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kernel.sched.fine import Fine
+
+
+class Wrong(Fine):
+    name = "wrong"
+
+    def span(self, now: Any) -> Any:
+        return 1 + (os.getloadavg()[0] > 1)

@@ -1,0 +1,17 @@
+"""Decides by chance when it is imported."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from kernel.sched.fine import Fine
+
+CHOSEN = random.choice((1, 2))
+
+
+class Wrong(Fine):
+    name = "wrong"
+
+    def span(self, now: Any) -> Any:
+        return CHOSEN
