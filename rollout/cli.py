@@ -33,6 +33,7 @@ COMMANDS: Final = (
     ),
     Command("compare", "several policies on the same trace, side by side, ranks kept up", "rollout.campaign:main"),
     Command("check", "prove a policy, a program or a run, or show the schedule that hangs it", "verify.check:main"),
+    Command("hang", "explain a stuck job from its dumps, logs, stacks or processes", "verify.hang:main"),
 )
 
 

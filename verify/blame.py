@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
 from verify import words
+from verify.events import Confidence
 from verify.matching import Standing
 
 if TYPE_CHECKING:
@@ -151,17 +153,22 @@ def _sides_of_all(meeting: Meeting) -> dict[str, list[int]]:
 def _mismatch(meeting: Meeting, told: Any) -> Verdict:
     sides: dict[str, list[int]] = told(meeting)
     parts = [f"{side or 'no tag'} on {words.ranks(ranks)}" for side, ranks in sides.items()]
-    odd = minority(sides.values())
+    odd = minority(sides.values(), of=len({seat[0] for seat in meeting.seats}))
     say = f"{words.number(meeting)} pairs calls that differ: {', '.join(parts)}."
     say += f" The odd one is {words.ranks(odd)}." if odd else " No majority tells which side is wrong."
-    lines = tuple(words.called(meeting, seat) for seat in sorted(meeting.arrived))
+    arrived = sorted(meeting.arrived.items(), key=itemgetter(0))
+    seen = [seat for seat, (_, call) in arrived if call.confidence is not Confidence.INFERRED]
+    lines = tuple(words.called(meeting, seat) for seat in seen)
     return Verdict(Class.MISMATCH, ranks=odd, chain=lines, say=say, fix=words.FIXES["mismatch"])
 
 
-def minority(sides: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The ranks outside the side that more than half of them are on; nobody where there is no such side."""
+def minority(sides: Iterable[Iterable[int]], of: int = 0) -> tuple[int, ...]:
+    """The ranks outside the side that more than half are on; nobody where there is no such side.
+
+    of: how many there are, if more than the sides show.
+    """
     parties = sorted((sorted(set(side)) for side in sides), key=len, reverse=True)
-    everybody = sum(map(len, parties))
+    everybody = max(of, sum(map(len, parties)))
     if not parties or 2 * len(parties[0]) <= everybody:
         return ()
     return tuple(sorted(rank for party in parties[1:] for rank in party))
@@ -227,7 +234,7 @@ def _settled(graph: nx.DiGraph[Any]) -> Verdict:
         ranks = tuple(sorted(stalled))
         where = {rank: words.operation(stalled[rank]) for rank in ranks}
         lines = tuple(f"rank {rank} has not finished {where[rank]}, its peers have" for rank in ranks)
-        say = f"The device of {words.ranks(ranks)} stalls: {lines[0]}."
+        say = f"The device of {words.ranks(ranks)} stalls: {'; '.join(lines[:2])}."
         return Verdict(Class.DEVICE_STALL, ranks=ranks, chain=lines, say=say, fix=words.FIXES["device_stall"])
     if open_ops:
         first = open_ops[0]

@@ -106,8 +106,8 @@ class Event:
     it is done. stream: where it is queued (a group is queued on the streams of all of its parts). communicator: of a
     collective; of a send or recv where known. peer: the other rank of a send or recv. sequence: its number in the
     communicator or in the direction of a pair, from 0; None = the order of the events says it. tag: size or variant,
-    opaque. sizes: input shapes, in elements. splits: elements for each member, of an all_to_all. streams, any_of: of
-    a wait; `("*",)` is every stream of the rank. parts: of a group.
+    opaque. sizes, outputs: input and output shapes, in elements. splits: elements for each member, of an
+    all_to_all. streams, any_of: of a wait; `("*",)` is every stream of the rank. parts: of a group.
     """
 
     rank: int
@@ -121,6 +121,7 @@ class Event:
     sequence: int | None = None
     tag: str = ""
     sizes: tuple[tuple[int, ...], ...] | None = None
+    outputs: tuple[tuple[int, ...], ...] | None = None
     dtype: str | None = None
     root: int | None = None
     splits: tuple[int, ...] | None = None

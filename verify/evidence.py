@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     from verify.matching import Channel, Key, Meeting, Seat
 
 
-def situation_of(events: Iterable[Event], ranks: Iterable[int] = (), quiet: bool = True) -> Situation:
+def situation_of(
+    events: Iterable[Event], ranks: Iterable[int] = (), quiet: bool = True, present: Iterable[int] = ()
+) -> Situation:
     """Where the ranks of some evidence stand.
 
     events: of each rank in its host order; a call or wait that is not COMPLETED is open. ranks: everybody who should be
     there, besides the members that the events name. quiet: the job has not moved for longer than any operation or host
     work takes. A thread is blocked where its last event is an open blocking call or wait; outside or gone where that
     says so; and with open launches, in a quiet job, presumed to wait for them. A rank without events is UNKNOWN, and so
-    is a thread that may still be running. A rank that made a later call on a channel has finished the earlier ones that
-    the evidence lacks (rings and dumps hold the newest entries only).
+    is a thread that may still be running, or one that waits for what the evidence does not show. present: ranks whose
+    evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. A rank that made a later
+    call on a channel has finished the earlier ones that the evidence lacks (rings and dumps hold the newest only).
     """
     launches: dict[int, list[Launch]] = {}
     meetings: dict[Key, Meeting] = {}
@@ -45,7 +48,11 @@ def situation_of(events: Iterable[Event], ranks: Iterable[int] = (), quiet: bool
                 meeting.arrived[seat] = (Launch(passed, -1, done=True), passed)
     hosts = [_host(event, issued, launches.get(rank, ()), quiet) for (rank, _), (event, issued) in sorted(last.items())]
     expected = {member for (_, _, members), _ in meetings for member in members} | set(ranks)
-    hosts += [Host(rank, "", Standing.UNKNOWN) for rank in sorted(expected - {rank for rank, _ in last})]
+    idle = set(present) if quiet else set()
+    hosts += [
+        Host(rank, "", Standing.ELSEWHERE if rank in idle else Standing.UNKNOWN)
+        for rank in sorted((expected | idle) - {rank for rank, _ in last})
+    ]
     return Situation(hosts, launches, meetings, quiet=quiet)
 
 
@@ -63,7 +70,7 @@ def _host(event: Event, issued: Launch | None, launches: Sequence[Launch], quiet
         standing = Standing.BLOCKED
     elif issued is not None and event.blocking and not over:
         standing, waits = Standing.BLOCKED, (issued,)
-    elif not quiet:
+    elif not quiet or (event.kind is Kind.WAIT and not over and not event.any_of):
         standing = Standing.UNKNOWN
     elif open_:
         standing, waits, presumed = Standing.BLOCKED, open_, True

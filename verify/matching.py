@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from verify.events import Kind
+from verify.events import Confidence, Kind
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -100,8 +100,12 @@ class Meeting:
         return len(told) < 2 or len(self.sides()) < 2
 
     def sides(self) -> dict[tuple[str, ...], list[int]]:
-        """What was called -> the ranks that called it. More than one entry is a mismatch."""
-        calls = [(call, seat[0]) for seat, (_, call) in sorted(self.arrived.items())]
+        """What was called -> the ranks that called it. More than one entry is a mismatch.
+
+        A call that was inferred from a later one, or from a counter, is on no side: its arguments were not seen.
+        """
+        seen = [(call, seat[0]) for seat, (_, call) in sorted(self.arrived.items(), key=lambda each: each[0])]
+        calls = [(call, rank) for call, rank in seen if call.confidence is not Confidence.INFERRED]
         sides: dict[tuple[str, ...], list[int]] = {}
         checked = [check for check in _CHECKS if all(check(call) is not None for call, _ in calls)]
         for call, rank in calls:
@@ -109,8 +113,10 @@ class Meeting:
         return sides
 
 
-def _operation(call: Event) -> str:
-    return call.name if call.kind is Kind.COLLECTIVE else ""
+def _operation(call: Event) -> str | None:
+    if call.kind is not Kind.COLLECTIVE:
+        return ""
+    return call.name if call.operation else None
 
 
 def _tag(call: Event) -> str:

@@ -49,9 +49,11 @@ def diagnose_program(program: Program | str, exclusive_device: bool = False, bud
     return tight if tight.cls is Class.NONE else tight.only_if("the device holds one communication kernel at a time")
 
 
-def diagnose_events(events: Iterable[Event], ranks: Iterable[int] = (), quiet: bool = True) -> Verdict:
+def diagnose_events(
+    events: Iterable[Event], ranks: Iterable[int] = (), quiet: bool = True, present: Iterable[int] = ()
+) -> Verdict:
     """Who is to blame, from evidence of a job at one moment. Arguments: see `verify.evidence.situation_of`."""
-    return diagnose(situation_of(events, ranks, quiet))
+    return diagnose(situation_of(events, ranks, quiet, present))
 
 
 def diagnose(situation: Situation) -> Verdict:

@@ -50,7 +50,8 @@ def operation(meeting: Meeting) -> str:
     text = text[0].lower() + text[1:]
     if meeting.key[0][0] == "pair":
         return text
-    call = min(meeting.arrived.items())[1][1] if meeting.arrived else None
+    calls = [call for _, (_, call) in sorted(meeting.arrived.items(), key=lambda each: each[0])]
+    call = next((each for each in calls if each.operation), calls[0] if calls else None)
     return f"{call.name}{f'[{call.tag}]' if call.tag else ''} ({text})" if call is not None else text
 
 
@@ -63,7 +64,8 @@ def called(meeting: Meeting, seat: Seat) -> str:
     """What one member called."""
     call = meeting.arrived[seat][1]
     tag = f"[{call.tag}]" if call.tag else ""
-    return f"rank {seat[0]} calls {call.name}{tag} as {number(meeting).lower()}{at(call)}"
+    text = number(meeting)
+    return f"rank {seat[0]} calls {call.name}{tag} as {text[0].lower()}{text[1:]}{at(call)}"
 
 
 def waiters(meeting: Meeting) -> str:

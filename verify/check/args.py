@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import UsageError
 from kernel.topology import GATHERS, ROUTES, World
+from verify.command import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,14 +74,6 @@ class Options:
         return "program" if (path.is_file() and path.suffix != ".py") or path.suffix == ".txt" else "policy"
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line and an exception."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
-        raise UsageError(f"{message}; see `{self.prog} --help`")
-
-
 def parser(name: str) -> Parser:
     """The parser of the command."""
     made = Parser(
@@ -130,13 +122,7 @@ def parser(name: str) -> Parser:
 def parse(name: str, arguments: Sequence[str]) -> Options:
     """The options of the command. Raises UsageError (and SystemExit for --help)."""
     made = parser(name)
-    known, unknown = made.parse_known_args(list(arguments))
-    if unknown:
-        flags = [flag for action in made._actions for flag in action.option_strings if flag.startswith("--")]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"see `{made.prog} --help`"
-        raise UsageError(f"unknown argument {unknown[0]!r}: {hint}")
-    given = vars(known)
+    given = made.given(arguments)
     target, replay = given.get("target", ""), given.get("replay")
     if replay is None and not target:
         what = "name a policy, a file or a run, or give --replay"

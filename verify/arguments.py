@@ -1,0 +1,81 @@
+"""Arguments that no right program gives: sizes that do not fit the operation, within one call or over its members."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verify import words
+from verify.blame import Class, Verdict, minority
+from verify.events import Confidence
+
+if TYPE_CHECKING:
+    from verify.events import Event
+    from verify.matching import Meeting, Situation
+
+HOST_FORMS = frozenset({"gloo"})
+"""Media that record an operation under the name of another one, whose sizes it does not keep."""
+
+
+def misfit(situation: Situation) -> Verdict | None:
+    """A call whose input and output sizes contradict its operation, or an all_to_all that loses elements; or None."""
+    for key, meeting in sorted(situation.meetings.items(), key=lambda each: (each[0][1], each[0][0])):
+        if key[0].kind != "collective":
+            continue
+        calls = {
+            seat[0]: call
+            for seat, (_, call) in sorted(meeting.arrived.items(), key=lambda each: each[0])
+            if call.confidence is not Confidence.INFERRED
+        }
+        wrong = {rank: text for rank, call in calls.items() if (text := _contradiction(call, len(meeting.seats)))}
+        if wrong:
+            odd = minority([list(wrong), sorted(set(calls) - set(wrong))]) if len(wrong) < len(calls) else ()
+            told = "; ".join(f"on rank {rank} {text}" for rank, text in list(wrong.items())[:2])
+            say = f"{words.number(meeting)} cannot be right: {told}."
+            chain = tuple(f"rank {rank}: {text}{words.at(calls[rank])}" for rank, text in wrong.items())
+            return Verdict(Class.MISMATCH, ranks=odd, chain=chain, say=say, fix=words.FIXES["mismatch"])
+        if len(calls) == len(meeting.seats) and (verdict := _lost(meeting, calls)):
+            return verdict
+    return None
+
+
+def _sums(call: Event) -> tuple[int, int] | None:
+    """Elements in and out of a call, where both are known."""
+    if call.medium in HOST_FORMS or not call.sizes or not call.outputs:
+        return None
+    if any(len(shape) != 1 for shape in (*call.sizes, *call.outputs)):
+        return None
+    return sum(shape[0] for shape in call.sizes), sum(shape[0] for shape in call.outputs)
+
+
+def _contradiction(call: Event, members: int) -> str:
+    if (sums := _sums(call)) is None:
+        return ""
+    taken, given = sums
+    match call.operation:
+        case "all_reduce":
+            right = taken == given
+        case "all_gather":
+            right = taken * members == given
+        case "reduce_scatter":
+            right = taken == given * members
+        case _:
+            right = True
+    return "" if right else f"{call.name} takes {taken} elements and gives {given}, of {members} members"
+
+
+def _lost(meeting: Meeting, calls: dict[int, Event]) -> Verdict | None:
+    if {call.operation for call in calls.values()} != {"all_to_all"}:
+        return None
+    sums = [_sums(call) for call in calls.values()]
+    known = [each for each in sums if each is not None]
+    taken, given = sum(each[0] for each in known), sum(each[1] for each in known)
+    if len(known) < len(sums) or taken == given:
+        return None
+    say = f"{words.number(meeting)}: the members of this all_to_all send {taken} elements and expect {given}."
+    lines = tuple(
+        f"rank {rank} sends {one[0]} and expects {one[1]}{words.at(calls[rank])}"
+        for rank, one in zip(calls, known, strict=True)
+    )
+    return Verdict(
+        Class.MISMATCH, chain=lines, say=f"{say} No majority tells which side is wrong.", fix=words.FIXES["mismatch"]
+    )

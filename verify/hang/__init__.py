@@ -1,0 +1,88 @@
+"""`turnstile hang`: the evidence of a stuck job -> one short diagnosis.
+
+Exit codes: 0 nothing wrong, 1 a fault found (certain or conditional; also a mismatch that completed), 2 unusable input,
+3 undecided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kernel.errors import UsageError
+from verify.command import Parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verify.readers.found import Found
+
+EPILOG: Final = (
+    "Exit codes: 0 nothing wrong, 1 a fault found, 2 unusable input, 3 undecided: the evidence does not suffice,"
+    " and the report says what is missing. With 2 there is one line on standard error and nothing on standard output."
+)
+
+
+def parser(name: str) -> Parser:
+    """The parser of the command."""
+    made = Parser(
+        prog=f"turnstile {name}",
+        description="Explain a stuck job: who waits for whom, which rank is the odd one out, and what to change.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        epilog=EPILOG,
+    )
+    made.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="run directories, folders of dumps, dumps, logs and stacks of one job, together",
+    )
+    made.add_argument(
+        "--pid", type=int, action="append", metavar="PID", help="a process of the job on this host; repeatable"
+    )
+    made.add_argument("--html", metavar="FILE", help="write a page with the wait-for graph and the lanes as well")
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Run the command; its exit code. Raises UsageError, one line."""
+    given = parser(name).given(arguments)
+    paths, pids = given.get("paths", []), given.get("pid", [])
+    if not paths and not pids:
+        raise UsageError(f"nothing to read: name dumps, logs, a run directory or --pid; see `turnstile {name} --help`")
+    if any(pid < 1 for pid in pids):
+        raise UsageError(f"--pid {min(pids)}: the number of a process, from 1 on")
+    # Loaded here, so that --help and mistakes in the arguments cost nothing.
+    from verify.hang.diagnosis import diagnose_found
+    from verify.hang.text import as_text
+    from verify.readers.gather import gather, merge
+
+    found = [gather(paths)] if paths else []
+    found += [_processes(pids)] if pids else []
+    diagnosis = diagnose_found(merge(found))
+    if "html" in given:
+        page: str = _part("verify.html", "--html").page(diagnosis)
+        try:
+            Path(given["html"]).write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--html {given['html']}: cannot be written ({error.strerror})") from None
+    print(json.dumps(diagnosis.to_dict()) if given.get("json") else as_text(diagnosis))
+    return diagnosis.code
+
+
+def _processes(pids: Sequence[int]) -> Found:
+    """What processes of this host tell."""
+    found: Found = _part("verify.attach", "--pid").attach(pids)
+    return found
+
+
+def _part(module: str, flag: str) -> Any:
+    if find_spec(module) is None:
+        raise UsageError(f"{flag}: not in this build; leave it out")
+    return import_module(module)

@@ -1,0 +1,209 @@
+"""Evidence of a stuck job -> one diagnosis: what is wrong, how sure that is, and what could not be known.
+
+The wait-for graph judges (`verify.waitgraph`, `verify.blame`). Added here is what only evidence brings: stacks of ranks
+that recorded nothing, sizes that no operation allows, ranks whose evidence is absent or may have lost calls, and media
+that it does not show. Each of these can only make a verdict less certain, or find what the graph cannot see.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from verify import words
+from verify.arguments import misfit
+from verify.blame import Certainty, Class, Verdict, judge, shortest_cycle
+from verify.evidence import situation_of
+from verify.hang.stacks import At, for_anybody, places, standings
+from verify.matching import Situation, Standing
+from verify.waitgraph import stuck, wait_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import networkx as nx
+
+    from verify.events import Event
+    from verify.hang.stacks import Place
+    from verify.readers.found import Found
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The one report. unknown: what could not be told, a line each.
+
+    situation, graph, core, places: what it rests on, for the lanes and the page: where everybody stands, the wait-for
+    graph, its nodes that wait for each other, and where the stacks say that hosts stand.
+    """
+
+    verdict: Verdict
+    source: str = ""
+    unknown: tuple[str, ...] = ()
+    places: dict[int, Place] = field(default_factory=dict)
+    situation: Situation = field(default_factory=lambda: Situation([], {}, {}))
+    graph: nx.DiGraph[Any] | None = None
+    core: frozenset[Any] = frozenset()
+
+    @property
+    def code(self) -> int:
+        """The exit code: 0 nothing wrong, 1 a fault (certain, or on a condition), 3 undecided."""
+        if self.verdict.certainty is Certainty.UNDECIDED:
+            return 3
+        return 0 if self.verdict.cls is Class.NONE else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        found = self.verdict
+        return {
+            "class": str(found.cls), "certainty": str(found.certainty), "ranks": list(found.ranks),
+            "chain": list(found.chain), "say": found.say, "fix": found.fix, "unknown": list(self.unknown),
+        }  # fmt: skip
+
+
+def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
+    """The diagnosis of what was found. quiet: the job has not moved for longer than any operation takes."""
+    where = places(found.stacks)
+    told = frozenset(where)
+    everybody = sorted(found.expected | found.present | told)
+    present = found.present | told
+    events = [*found.events, *standings(found.events, where)]
+    situation = situation_of(events, everybody, quiet, found.present)
+    graph = wait_graph(situation)
+    core = _core(graph)
+    verdict = judge(situation, graph, core)
+    if verdict.cls not in (Class.EXCEPTION, Class.MISMATCH) and not _left(verdict, situation):
+        verdict = misfit(situation) or verdict
+    absent = sorted(set(everybody) - present)
+    if verdict.cls in (Class.NONE, Class.OUTSIDE) or verdict.certainty is Certainty.UNDECIDED:
+        ring = _ring(found, everybody, where, quiet)
+        if ring is not None:
+            verdict, situation, graph, core = ring
+    verdict = _weighed(verdict, found, situation, absent)
+    unknown = [*found.unknown]
+    if absent:
+        unknown.insert(0, f"no dump, log or stack from {words.ranks(absent)}")
+    unclear = [place for place in where.values() if place.at is At.UNCLEAR]
+    unknown += [f"what rank {place.rank} waits for in {place.site}: its stack ends there" for place in unclear[:2]]
+    if lost := sum(stack.rank is None for stack in found.stacks):
+        unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
+    return Diagnosis(_placed(verdict, where), found.source, tuple(unknown), where, situation, graph, frozenset(core))
+
+
+def _core(graph: nx.DiGraph[Any]) -> set[Any]:
+    return stuck(graph, free=[node for node in graph if not graph.out_degree(node)])
+
+
+def _left(verdict: Verdict, situation: Situation) -> bool:
+    """Whether the ranks blamed have left the job, which comes before everything."""
+    return any(host.standing is Standing.EXITED and host.rank in verdict.ranks for host in situation.hosts)
+
+
+Ring = tuple[Verdict, Situation, "nx.DiGraph[Any]", set[Any]]
+
+
+def _ring(found: Found, everybody: Sequence[int], where: dict[int, Place], quiet: bool) -> Ring | None:
+    """A ring through hosts of which only the stack tells that they wait for another rank, whichever that is.
+
+    A key of the store is set by one of the ranks; a device without a known operation waits for one of those that share
+    a group with it. If every one of these waits for the host in turn, it does not matter which it is.
+    """
+    open_ = {event.rank for event in found.events if event.calls and event.state != "completed"}
+    loose: dict[int, list[Event]] = {}
+    for rank, place in where.items():
+        if place.at is At.STORE:
+            loose[rank] = for_anybody(place, everybody)
+        elif place.at in (At.DEVICE, At.COLLECTIVE) and rank not in open_ | found.whole:
+            loose[rank] = for_anybody(place, _companions(found.events, rank) or everybody)
+    loose = {rank: mine for rank, mine in loose.items() if mine}
+    if not loose:
+        return None
+    others = standings(found.events, {rank: place for rank, place in where.items() if rank not in loose})
+    events = [*found.events, *others, *(event for mine in loose.values() for event in mine)]
+    situation = situation_of(events, everybody, quiet, found.present)
+    graph = wait_graph(situation)
+    core = _core(graph)
+    if not any(("host", rank, "") in core for rank in loose):
+        return None
+    nodes = shortest_cycle(graph.subgraph(core))
+    actors = [node for node in nodes if node[0] != "op"]
+    ranks = tuple(sorted({graph.nodes[node]["rank"] for node in actors}))
+    tied = sorted(set(ranks) & set(loose))
+    if not tied:
+        return None
+    first = min(range(len(actors)), key=lambda n: graph.nodes[actors[n]]["rank"])
+    turned = actors[first:] + actors[:first]
+    chain = tuple(
+        _link(graph, actor, turned[(n + 1) % len(turned)], nodes[nodes.index(actor) + 1], where)
+        for n, actor in enumerate(turned)
+    )
+    say = f"{words.ranks(ranks).capitalize()} wait in a ring: {'; '.join(chain)}."
+    condition = " and ".join(f"what rank {rank} waits for is up to another rank of the job" for rank in tied[:2])
+    cycle = Verdict(Class.CYCLE, ranks=ranks, chain=chain, say=say, fix=words.FIXES["cycle"])
+    return replace(cycle, certainty=Certainty.CONDITIONAL, condition=condition), situation, graph, core
+
+
+def _companions(events: Sequence[Event], rank: int) -> set[int]:
+    """Who shares a group with `rank`."""
+    members = {call.communicator.members for event in events for call in event.calls if call.communicator is not None}
+    return {other for each in members if rank in each for other in each} - {rank}
+
+
+def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[int, Place]) -> str:
+    rank, other = graph.nodes[actor]["rank"], graph.nodes[needs]["rank"]
+    meeting = graph.nodes[op]["meeting"]
+    place = where.get(rank)
+    if meeting.key[0].name == f"? {At.STORE}" and place is not None:
+        return f"rank {rank} waits at {place.site} for a key of the store, which rank {other} has not set"
+    if meeting.key[0].name.startswith("?") and place is not None:
+        what = "for its device" if place.at is At.DEVICE else f"in {place.what}"
+        return f"rank {rank} waits at {place.site} {what}, which needs rank {other}"
+    return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"
+
+
+def _weighed(verdict: Verdict, found: Found, situation: Situation, absent: Sequence[int]) -> Verdict:
+    """The verdict with the certainty that the evidence allows."""
+    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.CERTAIN and found.unsure & set(verdict.ranks):
+        lost = sorted(found.unsure & set(verdict.ranks))
+        if left := tuple(rank for rank in verdict.ranks if rank not in found.unsure):
+            return replace(verdict, ranks=left)
+        why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
+        return replace(_undecided(verdict, why), ranks=())
+    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.UNDECIDED and absent:
+        return _undecided(verdict, f"no dump from {words.ranks(absent)}")
+    if verdict.cls is Class.BELOW and not _all_seen(found, situation):
+        blind = "".join(f": {line}" for line in found.unknown if "graph replays" in line)
+        alike = verdict.say.partition(": not a fault")[0]
+        say = f"Undecided: {alike[0].lower()}{alike[1:]}, so that what keeps them is not in this evidence{blind}."
+        return replace(verdict, certainty=Certainty.UNDECIDED, condition="not every wait is recorded", say=say)
+    if verdict.cls is Class.NONE and verdict.certainty is not Certainty.UNDECIDED:
+        if absent:
+            idle = words.ranks(found.present) if found.present else ""
+            return verdict.undecided(f"no dump from {words.ranks(absent)}" + f", nothing open on {idle}" * bool(idle))
+        if not any(event.calls for event in found.events) and not found.stacks:
+            return verdict.undecided("the evidence holds no call and no stack")
+    return verdict
+
+
+def _undecided(verdict: Verdict, why: str) -> Verdict:
+    known = f": {verdict.chain[0]}" if verdict.chain else ""
+    return replace(
+        verdict, certainty=Certainty.UNDECIDED, condition=why, say=f"Undecided, because {why}{known}.", fix=verdict.fix
+    )
+
+
+def _all_seen(found: Found, situation: Situation) -> bool:
+    ranks = {launch.rank for mine in situation.launches.values() for launch in mine if not launch.done}
+    return bool(ranks) and ranks <= found.whole
+
+
+def _placed(verdict: Verdict, where: dict[int, Place]) -> Verdict:
+    """With the line at which each blamed rank stands, unless it is in the sentence already."""
+    lines = [
+        f"rank {rank} stands at {where[rank].site}"
+        for rank in verdict.ranks
+        if rank in where and str(where[rank].site) not in verdict.say
+    ]
+    if not lines or verdict.cls is Class.NONE:
+        return verdict
+    told = "; ".join(lines[:3])
+    return replace(verdict, say=f"{verdict.say} {told[0].upper()}{told[1:]}.", chain=(*verdict.chain, *lines))

@@ -1,0 +1,142 @@
+"""What a host's stack says about where it stands: in a collective, at its device, at a store, or outside of all these.
+
+A stack of Python frames alone often ends in the line that called into C. That line is read where its file is at hand;
+otherwise nothing is concluded from it, and the rank keeps the standing that the other evidence gives.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from verify.events import Communicator, Event, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from verify.events import Site
+    from verify.readers.found import Stack
+
+
+class At(StrEnum):
+    """Where a host thread stands."""
+
+    COLLECTIVE = "collective"
+    DEVICE = "device"
+    """It waits until its device is through."""
+    STORE = "store"
+    """It waits for a key that somebody sets."""
+    OUTSIDE = "outside"
+    UNCLEAR = "unclear"
+    """Its innermost frame is a line of the program, which may call anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the main thread of a rank stands. what: the function, in the words of the stack. site: in the program."""
+
+    rank: int
+    at: At
+    what: str
+    site: Site
+
+
+LIBRARY: Final = re.compile(
+    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$"
+)
+STORE: Final = re.compile(r"(TCP|File|Hash|Prefix|UvTCP)?Store\w*::(wait|doWait|get|doGet)\b|^_store_based_barrier$")
+DEVICE: Final = re.compile(
+    r"^_engine_run_backward$|^(cuda|hip|cu)(Device|Ctx|Stream|Event)Synchronize|^cudaMemcpy$|_local_scalar_dense|"
+    r"::(cuda|hip)::\w*[sS]ynchronize"
+)
+DEVICE_FILES: Final = re.compile(r"(^|/)torch/(cuda|xpu|accelerator)/|(^|/)deep_ep/")
+COLLECTIVE_FILES: Final = re.compile(r"(^|/)torch/distributed/")
+COLLECTIVE: Final = re.compile(
+    r"^(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|reduce|gather\w*|scatter\w*|barrier|"
+    r"monitored_barrier|send|recv|batch_isend_irecv|new_group|destroy_process_group|init_process_group)$"
+)
+WORK: Final = re.compile(r"c10d::(Work|ProcessGroup)\w*(::\w+)*::(wait|synchronize)|ncclGroupEnd|ncclCommInit|gloo::")
+LINE: Final = (
+    (At.STORE, re.compile(r"store\w*\.(wait|get|wait_for)\s*\(", re.IGNORECASE)),
+    (At.DEVICE, re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\s*\(")),
+)
+"""Calls into C that leave no frame, as a line of the program shows them."""
+LARGEST: Final = 4 << 20
+
+
+def places(stacks: Iterable[Stack]) -> dict[int, Place]:
+    """Where the main thread of each rank stands, for the ranks that are known."""
+    mine: dict[int, list[Stack]] = {}
+    for stack in stacks:
+        if stack.rank is not None and stack.frames:
+            mine.setdefault(stack.rank, []).append(stack)
+    return {rank: _place(rank, _main(each)) for rank, each in sorted(mine.items())}
+
+
+def _main(stacks: Sequence[Stack]) -> Stack:
+    named = [stack for stack in stacks if "MainThread" in stack.thread]
+    modules = [stack for stack in stacks if stack.frames[-1].function == "<module>"]
+    return [*named, *modules, *stacks][0]
+
+
+def _place(rank: int, stack: Stack) -> Place:
+    own = [frame for frame in stack.frames if not LIBRARY.search(frame.file)]
+    site = own[0] if own else stack.frames[0]
+    inner = stack.frames[: stack.frames.index(site)] if own else stack.frames
+    for frame in inner:
+        name = frame.function
+        if STORE.search(name):
+            return Place(rank, At.STORE, name, site)
+        if DEVICE.search(name) or (DEVICE_FILES.search(frame.file) and re.search(r"synchronize|wait", name)):
+            return Place(rank, At.DEVICE, name, site)
+        if WORK.search(name) or (COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
+            return Place(rank, At.COLLECTIVE, name, site)
+    if inner:
+        return Place(rank, At.OUTSIDE, inner[0].function or str(inner[0]), site)
+    line = source_line(site)
+    at = next((at for at, pattern in LINE if pattern.search(line)), At.UNCLEAR)
+    return Place(rank, at, line if at is not At.UNCLEAR else site.function, site)
+
+
+def source_line(site: Site) -> str:
+    """The line of the program, if its file is here; only Python files of a usual size are opened."""
+    path = Path(site.file)
+    try:
+        if path.suffix != ".py" or not path.is_file() or path.stat().st_size > LARGEST:
+            return ""
+        lines = path.read_text(errors="replace").splitlines()
+    except (OSError, ValueError):
+        return ""
+    text = lines[site.line - 1].strip()[:100] if 0 < site.line <= len(lines) else ""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def standings(events: Iterable[Event], where: dict[int, Place]) -> list[Event]:
+    """One event for each rank whose stack says where it stands, to come after its other events.
+
+    A host at its device or in a collective waits for what it has open; at a store it is outside collectives.
+    """
+    found = []
+    for place in where.values():
+        if place.at in (At.DEVICE, At.COLLECTIVE):
+            found.append(Event(place.rank, Kind.WAIT, streams=("*",), site=place.site))
+        elif place.at is At.STORE:
+            found.append(Event(place.rank, Kind.EXTERNAL, "a wait for a key of the store", site=place.site))
+        elif place.at is At.OUTSIDE:
+            found.append(Event(place.rank, Kind.EXTERNAL, place.what, site=place.site))
+    return found
+
+
+def for_anybody(place: Place, peers: Iterable[int]) -> list[Event]:
+    """The same host as one that waits for any of `peers`: a key that one of them sets, or a call that one must make."""
+    name = f"? {place.at}"
+    events = []
+    for peer in sorted(set(peers) - {place.rank}):
+        pair = Communicator((peer, place.rank), name)
+        call = Event(place.rank, Kind.RECV, "recv", stream=f"{name} {peer}", communicator=pair, peer=peer)
+        events.append(replace(call, site=place.site))
+    streams = tuple(event.stream for event in events)
+    return [*events, Event(place.rank, Kind.WAIT, streams=streams, any_of=True, site=place.site)] if events else []

@@ -1,0 +1,128 @@
+"""From files and folders to one `Found`: each is read by the reader that knows its format.
+
+Readers are loaded when they are needed. A folder is a run directory, or the dumps and logs of one job: its own files
+are read, those below it are not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kernel.errors import UsageError
+from verify.readers.found import Found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from verify.readers.found import Reader
+
+READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deepep", "nccl_log", "watchdog")
+"""Modules of this package that export READER; the more particular formats first."""
+HEAD: Final = 4096
+MOST_FILES: Final = 100_000
+
+
+def readers() -> list[Reader]:
+    """All readers there are."""
+    names = [f"verify.readers.{name}" for name in READERS]
+    return [import_module(name).READER for name in names if find_spec(name) is not None]
+
+
+def gather(paths: Sequence[str | Path]) -> Found:
+    """Everything that the files and folders tell. Raises UsageError, one line, for what is unusable."""
+    known = readers()
+    chosen: Chosen = {}
+    ignored: list[str] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            _folder(path, known, chosen, ignored)
+        elif (reader := _reader(path, known)) is not None:
+            _take(chosen, reader, path)
+        else:
+            names = ", ".join(reader.name for reader in known)
+            raise UsageError(f"{path}: no format that is known here ({names}): name another file, or its folder")
+    found = [_read(reader, files) for reader, files in chosen.values()]
+    if ignored:
+        names_ = ", ".join(sorted(ignored)[:3]) + (f" and {len(ignored) - 3} more" if len(ignored) > 3 else "")
+        found.append(Found("", unknown=(f"not read, of no known format: {names_}",)))
+    return merge(found)
+
+
+Chosen = dict[str, "tuple[Reader, list[Path]]"]
+"""Name of a reader -> the reader and what it is to read."""
+
+
+def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, ignored: list[str]) -> None:
+    if (whole := next((reader for reader in known if reader.recognises(folder, b"")), None)) is not None:
+        _take(chosen, whole, folder)
+        return
+    files: list[Path] = []
+    folders: list[Path] = []
+    try:
+        for each in sorted(folder.iterdir()):
+            if each.name.startswith("."):
+                continue
+            (folders if each.is_dir() else files).append(each)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be read ({error.strerror}): name a folder that can") from None
+    if len(files) > MOST_FILES:
+        raise UsageError(f"{folder}: {len(files):,} files: name a folder that holds the evidence of one job only")
+    taken = 0
+    for file in files:
+        if file.is_file() and (reader := _reader(file, known)) is not None:
+            _take(chosen, reader, file)
+            taken += 1
+        else:
+            ignored.append(file.name)
+    if not taken:
+        below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
+        raise UsageError(f"{folder}: holds no evidence that is known here: {below}")
+
+
+def _take(chosen: Chosen, reader: Reader, path: Path) -> None:
+    taken = chosen.setdefault(reader.name, (reader, []))[1]
+    if path.resolve() not in {each.resolve() for each in taken[-1:]}:
+        taken.append(path)
+
+
+def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
+    """The reader of a file. Raises UsageError for what is no file, or cannot be read."""
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file or folder")
+    if not path.is_file():
+        raise UsageError(f"{path}: neither a file nor a folder: copy what it gives into a file first")
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
+    if not head:
+        raise UsageError(f"{path}: empty: nothing was written to it; leave it out")
+    return next((reader for reader in known if reader.recognises(path, head)), None)
+
+
+def _read(reader: Reader, files: Sequence[Path]) -> Found:
+    # Some formats say more together than one by one.
+    if (together := getattr(reader, "read_all", None)) is not None:
+        found: Found = together(files)
+        return found
+    return merge([reader.read(file) for file in files])
+
+
+def merge(found: Sequence[Found]) -> Found:
+    """Several pieces of evidence as one. Each rank's events stay in the order of their source."""
+    present = frozenset[int]().union(*(each.present for each in found))
+    return Found(
+        source=", ".join(dict.fromkeys(each.source for each in found if each.source)),
+        events=tuple(event for each in found for event in each.events),
+        present=present,
+        expected=frozenset[int]().union(*(each.expected for each in found)),
+        stacks=tuple(stack for each in found for stack in each.stacks),
+        unknown=tuple(dict.fromkeys(line for each in found for line in each.unknown)),
+        moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
+        unsure=frozenset[int]().union(*(each.unsure for each in found)),
+        whole=frozenset[int]().union(*(each.whole for each in found)),
+    )
