@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from verify.matching import Host, Meeting, Situation
 
 
+RELAYED = frozenset({"BC", "broadcast", "reduce", "gather", "scatter"})
+"""Operations that some members finish while others still wait for one another."""
+
+
 class Class(StrEnum):
     """What is wrong. The classes that only the explorer and the engine report are part of the interface too."""
 
@@ -226,9 +230,13 @@ def _settled(graph: nx.DiGraph[Any]) -> Verdict:
     leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
     open_ops = sorted((data["meeting"] for data in leaves), key=_place)
     stalled: dict[int, Meeting] = {}
+    relayed: list[Meeting] = []
     for meeting in open_ops:
         late = [seat[0] for seat, (launch, _) in meeting.arrived.items() if not launch.done]
-        if len(late) < len(meeting.seats):
+        calls = {call.operation for _, call in meeting.arrived.values()}
+        if 1 < len(late) < len(meeting.seats) and calls & RELAYED:
+            relayed.append(meeting)
+        elif len(late) < len(meeting.seats):
             stalled |= {rank: meeting for rank in late if rank not in stalled}
     if stalled:
         ranks = tuple(sorted(stalled))
@@ -236,6 +244,9 @@ def _settled(graph: nx.DiGraph[Any]) -> Verdict:
         lines = tuple(f"rank {rank} has not finished {where[rank]}, its peers have" for rank in ranks)
         say = f"The device of {words.ranks(ranks)} stalls: {'; '.join(lines[:2])}."
         return Verdict(Class.DEVICE_STALL, ranks=ranks, chain=lines, say=say, fix=words.FIXES["device_stall"])
+    if relayed:
+        say = f"{words.waiters(relayed[0])}, others have finished it: which of them keeps the rest is not known"
+        return Verdict(Class.DEVICE_STALL, chain=(words.waiters(relayed[0]),)).undecided(say)
     if open_ops:
         first = open_ops[0]
         say = f"All members are in {words.operation(first)} with equal arguments: not a fault of order."

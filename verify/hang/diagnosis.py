@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verify import words
 from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, judge, shortest_cycle
+from verify.events import Confidence
 from verify.evidence import situation_of
 from verify.hang.stacks import At, for_anybody, places, standings
 from verify.matching import Situation, Standing
@@ -78,7 +79,9 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
         ring = _ring(found, everybody, where, quiet)
         if ring is not None:
             verdict, situation, graph, core = ring
-    verdict = _weighed(verdict, found, situation, absent)
+    if verdict.cls is Class.BELOW and (crossed := _crossed(situation)) is not None:
+        verdict, situation, graph, core = crossed
+    verdict = _weighed(verdict, found, situation, absent, where)
     unknown = [*found.unknown]
     if absent:
         unknown.insert(0, f"no dump, log or stack from {words.ranks(absent)}")
@@ -142,6 +145,20 @@ def _ring(found: Found, everybody: Sequence[int], where: dict[int, Place], quiet
     return replace(cycle, certainty=Certainty.CONDITIONAL, condition=condition), situation, graph, core
 
 
+def _crossed(situation: Situation) -> Ring | None:
+    """The ring of calls that all members made in different orders, if the device runs one kernel at a time; or None."""
+    open_ = [launch for mine in situation.launches.values() for launch in mine if not launch.done]
+    if any(launch.event.confidence is Confidence.INFERRED for launch in open_):
+        return None
+    tight = replace(situation, exclusive=True)
+    graph = wait_graph(tight)
+    core = _core(graph)
+    verdict = judge(tight, graph, core)
+    if verdict.cls is not Class.CYCLE:
+        return None
+    return verdict.only_if("the device holds one communication kernel at a time"), tight, graph, core
+
+
 def _companions(events: Sequence[Event], rank: int) -> set[int]:
     """Who shares a group with `rank`."""
     members = {call.communicator.members for event in events for call in event.calls if call.communicator is not None}
@@ -160,11 +177,13 @@ def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[i
     return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"
 
 
-def _weighed(verdict: Verdict, found: Found, situation: Situation, absent: Sequence[int]) -> Verdict:
+def _weighed(
+    verdict: Verdict, found: Found, situation: Situation, absent: Sequence[int], where: dict[int, Place]
+) -> Verdict:
     """The verdict with the certainty that the evidence allows."""
-    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.CERTAIN and found.unsure & set(verdict.ranks):
-        lost = sorted(found.unsure & set(verdict.ranks))
-        if left := tuple(rank for rank in verdict.ranks if rank not in found.unsure):
+    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.CERTAIN:
+        lost = [rank for rank in verdict.ranks if _may_have_called(rank, found, situation)]
+        if left := tuple(rank for rank in verdict.ranks if rank not in lost):
             return replace(verdict, ranks=left)
         why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
         return replace(_undecided(verdict, why), ranks=())
@@ -179,9 +198,39 @@ def _weighed(verdict: Verdict, found: Found, situation: Situation, absent: Seque
         if absent:
             idle = words.ranks(found.present) if found.present else ""
             return verdict.undecided(f"no dump from {words.ranks(absent)}" + f", nothing open on {idle}" * bool(idle))
+        if waiting := [host for host in situation.hosts if host.standing is Standing.UNKNOWN]:
+            who = words.ranks(host.rank for host in waiting)
+            return verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
+        if stackless := sorted(set(where) - found.present):
+            return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
+        if ahead := _ahead(found, situation):
+            return verdict.undecided(ahead)
         if not any(event.calls for event in found.events) and not found.stacks:
             return verdict.undecided("the evidence holds no call and no stack")
     return verdict
+
+
+def _may_have_called(rank: int, found: Found, situation: Situation) -> bool:
+    """Whether every open call that lacks `rank` is of a group in which its evidence may have lost calls."""
+    lacking = [
+        meeting.key[0].name
+        for meeting in situation.meetings.values()
+        if any(seat[0] == rank and seat not in meeting.arrived for seat in meeting.seats)
+        and any(not launch.done for launch, _ in meeting.arrived.values())
+    ]
+    return bool(lacking) and all((rank, name) in found.unsure for name in lacking)
+
+
+def _ahead(found: Found, situation: Situation) -> str:
+    """A call that some have finished and that a member has not made, as far as its own evidence goes."""
+    for meeting in situation.meetings.values():
+        done = [seat[0] for seat, (launch, _) in meeting.arrived.items() if launch.done]
+        lacking = [seat[0] for seat in meeting.seats if seat not in meeting.arrived]
+        late = [r for r in lacking if r in found.present and (r, meeting.key[0].name) not in found.unsure]
+        if done and late and meeting.key[0].kind == "collective":
+            what = f"{words.ranks(done)} finished {words.operation(meeting)}"
+            return f"{what}, which {words.ranks(late)} did not call or called after the dump"
+    return ""
 
 
 def _undecided(verdict: Verdict, why: str) -> Verdict:

@@ -105,7 +105,7 @@ class _Job:
     def __init__(self, mine: Sequence[Mine]) -> None:
         self.mine = mine
         self.unknown: list[str] = []
-        self.unsure: set[int] = set()
+        self.unsure: set[tuple[int, str]] = set()
         self.listed = [members for each in mine for members in each.dump.groups.values()]
         self.groups: dict[tuple[int, Name], Group] = {}
         self._resolve()
@@ -220,30 +220,13 @@ class _Job:
             self.numbers[rank] |= {place: first[rank] + n for n, (place, _) in enumerate(mine)}
 
     def _doubt(self) -> None:
-        """Note ranks that may have made a call which others have open, and which their own dump may have lost."""
+        """Note the groups in which others have calls, and of which a dump may have lost all of its own."""
         for group, ranks in self.entries.items():
-            status = self.status[group]
-            open_ = dict.fromkeys((False, True), 0)
-            for mine in ranks.values():
-                for _, entry in mine:
-                    if not entry.done:
-                        open_[entry.transfer] = max(open_[entry.transfer], entry.seq)
+            kinds = {entry.transfer for mine in ranks.values() for _, entry in mine}
             for rank, dump in self.mine:
-                if rank not in group.members or dump.whole or rank in status:
-                    continue
                 used = {entry.transfer for _, entry in ranks.get(rank, ())}
-                if any(last and kind not in used and self._awaits(group, rank, kind) for kind, last in open_.items()):
-                    self.unsure.add(rank)
-
-    def _awaits(self, group: Group, rank: int, transfer: bool) -> bool:
-        """Whether somebody else has a call open that needs `rank`."""
-        for other, mine in self.entries[group].items():
-            for _, entry in mine if other != rank else ():
-                if entry.done or entry.transfer != transfer:
-                    continue
-                if entry.ends is None or rank in {group.members[end] for end in entry.ends if end < len(group.members)}:
-                    return True
-        return False
+                if rank in group.members and not dump.whole and rank not in self.status[group] and kinds - used:
+                    self.unsure.add((rank, self.labels[group]))
 
     def events(self, mine: Mine) -> Iterable[Event]:
         """The calls of one rank in its order; first those that only its status tells."""

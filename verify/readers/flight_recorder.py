@@ -112,10 +112,11 @@ def _plain(path: Path) -> Any:
     """The data of a file: from a pickle without a class, or from JSON."""
     try:
         with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
+            large = path.stat().st_size > LARGEST
+            content = b"" if large else file.read(LARGEST + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
-    if len(content) > LARGEST:
+    if large or len(content) > LARGEST:
         raise UsageError(f"{path}: more than {LARGEST >> 20} MiB: no Flight Recorder dump is that large")
     if not content:
         raise UsageError(f"{path}: empty: the dump was not written; dump it again, or leave the file out")

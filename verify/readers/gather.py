@@ -123,6 +123,6 @@ def merge(found: Sequence[Found]) -> Found:
         stacks=tuple(stack for each in found for stack in each.stacks),
         unknown=tuple(dict.fromkeys(line for each in found for line in each.unknown)),
         moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
-        unsure=frozenset[int]().union(*(each.unsure for each in found)),
+        unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
         whole=frozenset[int]().union(*(each.whole for each in found)),
     )

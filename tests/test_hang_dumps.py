@@ -1,0 +1,176 @@
+"""Real dumps of finished and stuck jobs: each gets its verdict, in one report of at most 25 lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel.errors import UsageError
+from rollout.cli import main
+from verify.blame import Certainty, Class
+from verify.events import Site
+from verify.hang.diagnosis import Diagnosis, diagnose_found
+from verify.readers.found import Found, Stack
+from verify.readers.gather import gather, merge
+
+DUMPS = Path(__file__).parent / "data" / "fr"
+H200, MEGATRON = DUMPS / "h200", DUMPS / "megatron16"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["hang", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert captured.err == "" or code == 2
+    return code, captured.out if code != 2 else captured.err
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code", "cls", "certainty", "ranks"),
+    [
+        ("h200/consistent", 0, "none", "certain", []),
+        ("h200/crossed_async_completes", 0, "none", "certain", []),
+        ("h200/crossed_residency_resolved", 0, "none", "certain", []),
+        ("h200/crossed_same_stream_graph", 3, "below", "undecided", []),
+        ("h200/host_blocked", 3, "none", "undecided", []),
+        ("h200/missing_member", 1, "missing", "certain", [1]),
+        ("h200/op_mismatch", 1, "mismatch", "certain", []),
+        ("h200/size_mismatch_completes", 1, "mismatch", "certain", []),
+        ("megatron16/lock_gil", 1, "missing", "certain", [9, 14]),
+        ("megatron16/gpu_error", 1, "device_stall", "certain", [12, 14]),
+    ],
+)
+def test_the_verdict_on_real_dumps(
+    scenario: str, code: int, cls: str, certainty: str, ranks: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    got, text = run(capsys, "--json", DUMPS / scenario)
+    answer: dict[str, Any] = json.loads(text)
+    assert list(answer) == ["class", "certainty", "ranks", "chain", "say", "fix", "unknown"]
+    assert (got, answer["class"], answer["certainty"], answer["ranks"]) == (code, cls, certainty, ranks)
+    assert any("graph replays" in line for line in answer["unknown"])
+    again, text = run(capsys, DUMPS / scenario)
+    lines = text.splitlines()
+    assert again == code
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 120
+    assert text.count("verdict") == 1
+
+
+@pytest.mark.parametrize("fault", ["lock_gil", "gpu_error"])
+def test_the_truth_about_the_injected_faults_is_not_read(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted((MEGATRON / fault).glob("_dump_*"))
+    assert len(files) == 16
+    truth = (MEGATRON / fault / "fault_injection.log").read_text()
+    code, text = run(capsys, "--json", *reversed(files))
+    assert code == 1
+    assert f"Fault ranks: {json.loads(text)['ranks']}" in truth
+
+
+def test_what_the_sentences_say(capsys: pytest.CaptureFixture[str]) -> None:
+    say = json.loads(run(capsys, "--json", H200 / "op_mismatch")[1])["say"]
+    assert "all_reduce" in say
+    assert "broadcast" in say
+    assert "rank 0" in say
+    assert "rank 1" in say
+    say = json.loads(run(capsys, "--json", H200 / "size_mismatch_completes")[1])["say"]
+    assert "[4194304] Float on rank 0" in say
+    assert "[2097152] Float on rank 1" in say
+    assert "graph replays" in json.loads(run(capsys, "--json", H200 / "crossed_same_stream_graph")[1])["say"]
+    assert "no dump from rank 0, nothing open on rank 1" in run(capsys, H200 / "host_blocked")[1]
+    assert "probe/hang.py:29 in P" in run(capsys, H200 / "missing_member")[1]
+
+
+TORCH = "/usr/lib/python3.12/site-packages/torch"
+WAITS_FOR_ITS_DEVICE = (
+    Site(f"{TORCH}/cuda/__init__.py", 1083, "synchronize"), Site("probe/hang.py", 49, "<module>"),
+)  # fmt: skip
+WAITS_FOR_A_KEY = (
+    Site("libc.so.6", 0, "__poll"), Site("libtorch_cpu.so", 0, "c10d::TCPStore::doWait"),
+    Site("libtorch_cpu.so", 0, "c10d::PrefixStore::wait"), Site("probe/hang.py", 52, "<module>"),
+)  # fmt: skip
+
+
+def stacks(**frames: tuple[Site, ...]) -> Found:
+    """Stacks of main threads: r0=..., r1=..."""
+    return Found("stacks", stacks=tuple(Stack(int(rank[1:]), "MainThread", each) for rank, each in frames.items()))
+
+
+def with_stacks(scenario: str, **frames: tuple[Site, ...]) -> Diagnosis:
+    return diagnose_found(merge([gather([H200 / scenario]), stacks(**frames)]))
+
+
+def test_stacks_close_the_ring_that_dumps_cannot_show() -> None:
+    """Rank 0 waits for its device and then would set the key; rank 1 waits for the key and then would enter."""
+    found = with_stacks("host_blocked", r0=WAITS_FOR_ITS_DEVICE, r1=WAITS_FOR_A_KEY)
+    assert (found.code, found.verdict.cls, found.verdict.ranks) == (1, Class.CYCLE, (0, 1))
+    assert found.verdict.certainty is Certainty.CONDITIONAL
+    assert [line.partition(" waits")[0] for line in found.verdict.chain] == ["rank 0", "rank 1"]
+    assert "probe/hang.py:49" in found.verdict.chain[0]
+    assert "probe/hang.py:52" in found.verdict.chain[1]
+    assert not any("no dump" in line for line in found.unknown)
+
+
+def test_half_of_the_stacks_closes_no_ring() -> None:
+    key = with_stacks("host_blocked", r1=WAITS_FOR_A_KEY)
+    assert key.verdict.cls is not Class.CYCLE
+    assert 0 not in key.verdict.ranks
+    device = with_stacks("host_blocked", r0=WAITS_FOR_ITS_DEVICE)
+    assert (device.code, device.verdict.ranks) == (3, ())
+    own_line = (Site("probe/hang.py", 52, "<module>"),)
+    unclear = with_stacks("host_blocked", r0=WAITS_FOR_ITS_DEVICE, r1=own_line)
+    assert (unclear.code, unclear.verdict.ranks) == (3, ())
+    assert any("probe/hang.py:52" in line for line in unclear.unknown)
+
+
+def test_a_stack_says_what_keeps_a_member_away() -> None:
+    reads = (Site("/usr/lib/python3.12/gzip.py", 90, "read"), Site("data.py", 7, "load"))
+    found = with_stacks("missing_member", r1=reads)
+    assert (found.code, found.verdict.cls, found.verdict.ranks) == (1, Class.OUTSIDE, (1,))
+    assert "data.py:7 in load" in found.verdict.say
+    unclear = with_stacks("missing_member", r1=(Site("data.py", 7, "load"),))
+    assert (unclear.verdict.cls, unclear.verdict.ranks) == (Class.MISSING, (1,))
+    assert "stands at data.py:7" in unclear.verdict.say
+
+
+def test_a_rank_whose_device_waits_for_what_no_dump_shows_is_not_blamed() -> None:
+    """Rank 1 has nothing open, and stands in a device wait: for a graph replay, perhaps."""
+    found = with_stacks("missing_member", r1=WAITS_FOR_ITS_DEVICE)
+    assert found.verdict.certainty is not Certainty.CERTAIN
+    assert found.code != 1 or found.verdict.cls is Class.CYCLE
+
+
+def test_a_recorder_of_everything_decides_what_dumps_cannot() -> None:
+    """All arrived and equal, and everything that can wait was recorded: not a fault of order."""
+    found = replace(gather([H200 / "crossed_same_stream_graph"]), whole=frozenset({0, 1}))
+    answer = diagnose_found(found)
+    assert (answer.code, answer.verdict.cls, answer.verdict.certainty) == (1, Class.BELOW, Certainty.CERTAIN)
+
+
+def test_lines_of_the_program_are_quoted_where_they_are_here(tmp_path: Path) -> None:
+    from verify.hang.text import as_text
+
+    program = tmp_path / "data.py"
+    program.write_text("import time\nrows = store.get('rows')\n")
+    found = with_stacks("host_blocked", r0=WAITS_FOR_ITS_DEVICE, r1=(Site(str(program), 2, "<module>"),))
+    assert found.verdict.cls is Class.CYCLE
+    text = as_text(found)
+    assert "rows = store.get('rows')" in text
+
+
+def test_arguments_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = run(capsys)
+    assert (code, line.count("\n")) == (2, 1)
+    assert run(capsys, "--jsno", ".")[1].count("--json") == 1
+    for bad in (tmp_path, tmp_path / "nowhere", DUMPS / "h200", "/dev/zero"):
+        code, line = run(capsys, bad)
+        assert (code, line.count("\n")) == (2, 1), line
+        assert str(bad) in line
+    shutil.copy(H200 / "missing_member" / "dump_rank_0", tmp_path / "dump")
+    with pytest.raises(UsageError, match="cannot tell its rank"):
+        gather([tmp_path / "dump"])
