@@ -23,8 +23,8 @@ class Recorder:
         self.counts: dict[tuple[str, bool], int] = {}
 
     def call(
-        self, group: str, operation: str = "all_reduce", size: int = 8, out: int | None = None, state: str = "completed",
-        dtype: str = "Float", line: int | None = None, same: bool = False, **more: Any,
+        self, group: str, operation: str = "all_reduce", size: int = 8, out: int | None = None,
+        state: str = "completed", dtype: str = "Float", line: int | None = None, same: bool = False, **more: Any,
     ) -> None:  # fmt: skip
         """Record a call. same: with the number of the call before it, as in a coalesced group."""
         transfer = operation.startswith(("send", "recv")) or more.get("is_p2p", False)
@@ -35,7 +35,8 @@ class Recorder:
             {
                 "record_id": len(self.entries), "pg_id": list(self.groups).index(group),
                 "process_group": (group, self.groups[group][0]), "is_p2p": transfer,
-                "collective_seq_id": self.counts.get((group, False), 0), "p2p_seq_id": self.counts.get((group, True), 0),
+                "collective_seq_id": self.counts.get((group, False), 0),
+                "p2p_seq_id": self.counts.get((group, True), 0),
                 "op_id": len(self.entries), "profiling_name": f"{self.backend}:{operation}",
                 "time_created_ns": 1_000 + len(self.entries), "input_sizes": [[size]],
                 "output_sizes": [[size if out is None else out]], "input_dtypes": [dtype], "output_dtypes": [dtype],

@@ -1,4 +1,4 @@
-"""Inputs on which PyTorch's own analyzer was measured to be wrong, and those of its tests: what is right is said here."""
+"""Inputs on which PyTorch's own analyzer was measured to be wrong, and those of its tests, with the right answers."""
 
 from __future__ import annotations
 

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def situation_of(
-    events: Iterable[Event], ranks: Iterable[int] = (), quiet: bool = True, present: Iterable[int] = ()
+    events: Iterable[Event],
+    ranks: Iterable[int] = (),
+    quiet: bool = True,
+    present: Iterable[int] = (),
+    unsure: frozenset[tuple[int, str]] = frozenset(),
 ) -> Situation:
     """Where the ranks of some evidence stand.
 
@@ -25,7 +29,8 @@ def situation_of(
     work takes. A thread is blocked where its last event is an open blocking call or wait; outside or gone where that
     says so; and with open launches, in a quiet job, presumed to wait for them. A rank without events is UNKNOWN, and so
     is a thread that may still be running, or one that waits for what the evidence does not show. present: ranks whose
-    evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. A rank that made a later
+    evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. unsure: see
+    `Situation`. A rank that made a later
     call on a channel has finished the earlier ones that the evidence lacks (rings and dumps hold the newest only).
     """
     launches: dict[int, list[Launch]] = {}
@@ -53,7 +58,7 @@ def situation_of(
         Host(rank, "", Standing.ELSEWHERE if rank in idle else Standing.UNKNOWN)
         for rank in sorted((expected | idle) - {rank for rank, _ in last})
     ]
-    return Situation(hosts, launches, meetings, quiet=quiet)
+    return Situation(hosts, launches, meetings, quiet=quiet, unsure=unsure)
 
 
 def _host(event: Event, issued: Launch | None, launches: Sequence[Launch], quiet: bool) -> Host:

@@ -141,6 +141,10 @@ _CHECKS = (_operation, _tag, _sizes, _dtype, _root)
 """A field that one of the calls does not know (None) is compared on none of them."""
 
 
+NOBODY_KNOWS = "?"
+"""In place of a thread: the host of a rank whose call may be lost, which is neither here nor known to be absent."""
+
+
 class Standing(StrEnum):
     """Where a host thread stands."""
 
@@ -181,7 +185,8 @@ class Host:
 class Situation:
     """Where everybody stands. launches: rank -> what it issued, in order. exclusive: one kernel at a time a device.
 
-    quiet: nothing has moved for longer than any operation or host work takes, or ever will.
+    quiet: nothing has moved for longer than any operation or host work takes, or ever will. unsure: rank and name of a
+    group in which the rank may have made calls that the evidence lost.
     """
 
     hosts: list[Host]
@@ -189,6 +194,7 @@ class Situation:
     meetings: dict[Key, Meeting]
     exclusive: bool = False
     quiet: bool = True
+    unsure: frozenset[tuple[int, str]] = frozenset()
 
     def predecessors(self) -> Iterator[tuple[Launch, tuple[Launch, ...]]]:
         """Each unfinished launch with the unfinished ones right before it on its streams (and on its device)."""

@@ -21,14 +21,14 @@ import networkx as nx
 from verify.blame import Certainty, Class, Verdict, judge, severity
 from verify.evidence import situation_of
 from verify.execution import executions
-from verify.matching import ROOTS, Standing, reach
+from verify.matching import NOBODY_KNOWS, ROOTS, Host, Standing, reach
 from verify.notation import parse_program
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from verify.events import Event, Program
-    from verify.matching import Host, Meeting, Seat, Situation
+    from verify.matching import Meeting, Seat, Situation
 
 __all__ = ["Certainty", "Class", "Verdict", "diagnose", "diagnose_events", "diagnose_program", "stuck", "wait_graph"]
 
@@ -106,7 +106,14 @@ def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
         together, empty = reach(launch)
         joined = {id(meeting): meeting for each in together.values() if not each.done for meeting in each.meetings}
         blocked = [("queue", one.rank, one.order) for key, one in together.items() if key in behind and behind[key][1]]
-        absent = [("host", *who) for meeting, seat in empty for who in _callers(hosts.get(seat[0], []), meeting, seat)]
+        absent = []
+        for meeting, seat in empty:
+            if (seat[0], meeting.key[0].name) in situation.unsure:
+                lost = Host(seat[0], NOBODY_KNOWS, Standing.UNKNOWN)
+                graph.add_node(("host", seat[0], NOBODY_KNOWS), rank=seat[0], mode="and", host=lost)
+                absent.append(("host", seat[0], NOBODY_KNOWS))
+            else:
+                absent += [("host", *who) for who in _callers(hosts.get(seat[0], []), meeting, seat)]
         seen |= joined.keys()
         for meeting in joined.values():
             graph.add_node(("op", meeting.key), mode="and", meeting=meeting)

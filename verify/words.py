@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verify.events import Kind
-from verify.matching import DEVICE, Standing, queues_of
+from verify.matching import DEVICE, NOBODY_KNOWS, Standing, queues_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -79,7 +79,7 @@ def waiters(meeting: Meeting) -> str:
 def standing(host: Host) -> str:
     """A host that waits for nobody."""
     event = host.event
-    name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
+    name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread.strip(NOBODY_KNOWS) else "")
     what = event.operation if event is not None else ""
     match host.standing:
         case Standing.RAISED:

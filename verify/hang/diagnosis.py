@@ -16,7 +16,7 @@ from verify.blame import Certainty, Class, Verdict, judge, shortest_cycle
 from verify.events import Confidence
 from verify.evidence import situation_of
 from verify.hang.stacks import At, for_anybody, places, standings
-from verify.matching import Situation, Standing
+from verify.matching import NOBODY_KNOWS, Situation, Standing
 from verify.waitgraph import stuck, wait_graph
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     everybody = sorted(found.expected | found.present | told)
     present = found.present | told
     events = [*found.events, *standings(found.events, where)]
-    situation = situation_of(events, everybody, quiet, found.present)
+    situation = situation_of(events, everybody, quiet, found.present, found.unsure)
     graph = wait_graph(situation)
     core = _core(graph)
     verdict = judge(situation, graph, core)
@@ -81,7 +81,7 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
             verdict, situation, graph, core = ring
     if verdict.cls is Class.BELOW and (crossed := _crossed(situation)) is not None:
         verdict, situation, graph, core = crossed
-    verdict = _weighed(verdict, found, situation, absent, where)
+    verdict = _weighed(verdict, found, situation, graph, absent, where)
     unknown = [*found.unknown]
     if absent:
         unknown.insert(0, f"no dump, log or stack from {words.ranks(absent)}")
@@ -122,7 +122,7 @@ def _ring(found: Found, everybody: Sequence[int], where: dict[int, Place], quiet
         return None
     others = standings(found.events, {rank: place for rank, place in where.items() if rank not in loose})
     events = [*found.events, *others, *(event for mine in loose.values() for event in mine)]
-    situation = situation_of(events, everybody, quiet, found.present)
+    situation = situation_of(events, everybody, quiet, found.present, found.unsure)
     graph = wait_graph(situation)
     core = _core(graph)
     if not any(("host", rank, "") in core for rank in loose):
@@ -178,17 +178,21 @@ def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[i
 
 
 def _weighed(
-    verdict: Verdict, found: Found, situation: Situation, absent: Sequence[int], where: dict[int, Place]
+    verdict: Verdict,
+    found: Found,
+    situation: Situation,
+    graph: nx.DiGraph[Any],
+    absent: Sequence[int],
+    where: dict[int, Place],
 ) -> Verdict:
     """The verdict with the certainty that the evidence allows."""
-    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.CERTAIN:
-        lost = [rank for rank in verdict.ranks if _may_have_called(rank, found, situation)]
-        if left := tuple(rank for rank in verdict.ranks if rank not in lost):
-            return replace(verdict, ranks=left)
-        why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
-        return replace(_undecided(verdict, why), ranks=())
-    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.UNDECIDED and absent:
-        return _undecided(verdict, f"no dump from {words.ranks(absent)}")
+    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.UNDECIDED:
+        lost = sorted(node[1] for node in graph if node[0] == "host" and node[2] == NOBODY_KNOWS)
+        if lost:
+            why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
+            return _undecided(verdict, why)
+        if absent:
+            return _undecided(verdict, f"no dump from {words.ranks(absent)}")
     if verdict.cls is Class.BELOW and not _all_seen(found, situation):
         blind = "".join(f": {line}" for line in found.unknown if "graph replays" in line)
         alike = verdict.say.partition(": not a fault")[0]
@@ -208,17 +212,6 @@ def _weighed(
         if not any(event.calls for event in found.events) and not found.stacks:
             return verdict.undecided("the evidence holds no call and no stack")
     return verdict
-
-
-def _may_have_called(rank: int, found: Found, situation: Situation) -> bool:
-    """Whether every open call that lacks `rank` is of a group in which its evidence may have lost calls."""
-    lacking = [
-        meeting.key[0].name
-        for meeting in situation.meetings.values()
-        if any(seat[0] == rank and seat not in meeting.arrived for seat in meeting.seats)
-        and any(not launch.done for launch, _ in meeting.arrived.values())
-    ]
-    return bool(lacking) and all((rank, name) in found.unsure for name in lacking)
 
 
 def _ahead(found: Found, situation: Situation) -> str:

@@ -176,4 +176,5 @@ def _sources(diagnosis: Diagnosis) -> Iterator[str]:
     for site in sites:
         if quoted < 3 and str(site) in told and (line := source_line(site)):
             quoted += 1
-            yield f"{site}: {line}"[: WIDTH - INDENT]
+            name = site.file.rpartition("/")[2]
+            yield f"{name}:{site.line}: {line}"[: WIDTH - INDENT]

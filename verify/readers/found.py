@@ -28,8 +28,9 @@ class Found:
 
     source: its name as people know it. events: each rank's in its host order. present: ranks that left evidence here.
     expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each, for people.
-    moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name
-    of a group in which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph replays and host waits too.
+    moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name of a group in
+    which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
+    replays and host waits too.
     """
 
     source: str

@@ -45,8 +45,8 @@ def check(data: bytes) -> None:
     """Raise UnsafePickle for what may not be loaded, and ValueError for what is no pickle of protocol 2 or later."""
     at, end = 0, len(data)
     while True:
-        found = FIXED.match(data, at)
-        at = found.end() if found is not None else at
+        if at < end and (found := FIXED.match(data, at)) is not None:
+            at = found.end()
         if at >= end:
             raise ValueError("it ends too early")
         code = data[at]
