@@ -15,6 +15,7 @@ from rollout.cli import main
 from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import Diagnosis, diagnose_found
+from verify.hang.text import as_text
 from verify.readers.found import Found, Stack
 from verify.readers.gather import gather, merge
 
@@ -114,6 +115,7 @@ def test_stacks_close_the_ring_that_dumps_cannot_show() -> None:
     assert "probe/hang.py:49" in found.verdict.chain[0]
     assert "probe/hang.py:52" in found.verdict.chain[1]
     assert not any("no dump" in line for line in found.unknown)
+    assert "not called" not in as_text(found)
 
 
 def test_half_of_the_stacks_closes_no_ring() -> None:
@@ -153,8 +155,6 @@ def test_a_recorder_of_everything_decides_what_dumps_cannot() -> None:
 
 
 def test_lines_of_the_program_are_quoted_where_they_are_here(tmp_path: Path) -> None:
-    from verify.hang.text import as_text
-
     program = tmp_path / "data.py"
     program.write_text("import time\nrows = store.get('rows')\n")
     found = with_stacks("host_blocked", r0=WAITS_FOR_ITS_DEVICE, r1=(Site(str(program), 2, "<module>"),))

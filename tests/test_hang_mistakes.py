@@ -134,6 +134,16 @@ def test_the_majority_is_not_blamed_whichever_file_comes_first(tmp_path: Path) -
         assert told(answer(tmp_path / str(odd), ranks)) == (1, "mismatch", "certain", (odd,))
 
 
+def test_a_call_that_nobody_saw_makes_no_majority(tmp_path: Path) -> None:
+    """Rank 2's ring has lost the call: that it passed it is known, what it brought is not."""
+    ranks = recorders(3, THREE)
+    for rank in ranks:
+        rank.call("0", size=9 if rank.rank == 1 else 8)
+        rank.call("0")
+    ranks[2].entries = ranks[2].entries[1:]
+    assert told(answer(tmp_path, ranks)) == (1, "mismatch", "certain", ())
+
+
 def test_equal_calls_from_other_lines(tmp_path: Path) -> None:
     ranks = recorders(3, THREE)
     for rank in ranks:

@@ -34,7 +34,8 @@ class Diagnosis:
     """The one report. unknown: what could not be told, a line each.
 
     situation, graph, core, places: what it rests on, for the lanes and the page: where everybody stands, the wait-for
-    graph, its nodes that wait for each other, and where the stacks say that hosts stand.
+    graph, its nodes that wait for each other, and where the stacks say that hosts stand. dark: ranks that left no
+    record of calls.
     """
 
     verdict: Verdict
@@ -44,6 +45,7 @@ class Diagnosis:
     situation: Situation = field(default_factory=lambda: Situation([], {}, {}))
     graph: nx.DiGraph[Any] | None = None
     core: frozenset[Any] = frozenset()
+    dark: frozenset[int] = frozenset()
 
     @property
     def code(self) -> int:
@@ -83,13 +85,16 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
         verdict, situation, graph, core = crossed
     verdict = _weighed(verdict, found, situation, graph, absent, where)
     unknown = [*found.unknown]
+    dark = frozenset(everybody) - found.present
     if absent:
         unknown.insert(0, f"no dump, log or stack from {words.ranks(absent)}")
     unclear = [place for place in where.values() if place.at is At.UNCLEAR]
     unknown += [f"what rank {place.rank} waits for in {place.site}: its stack ends there" for place in unclear[:2]]
     if lost := sum(stack.rank is None for stack in found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
-    return Diagnosis(_placed(verdict, where), found.source, tuple(unknown), where, situation, graph, frozenset(core))
+    return Diagnosis(
+        _placed(verdict, where), found.source, tuple(unknown), where, situation, graph, frozenset(core), dark
+    )
 
 
 def _core(graph: nx.DiGraph[Any]) -> set[Any]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from verify import words
 from verify.blame import Certainty, Class
 from verify.hang.stacks import source_line
-from verify.matching import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -79,8 +78,13 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
         return []
     rows: dict[tuple[str, ...], list[int]] = {}
     everybody = sorted({seat[0] for meeting in columns for seat in meeting.seats})
-    dark = {host.rank for host in diagnosis.situation.hosts if host.standing is Standing.UNKNOWN and host.event is None}
-    standing = {rank: tuple(_cell(meeting, rank, rank in dark) for meeting in columns) for rank in everybody}
+    unsure = diagnosis.situation.unsure
+    standing = {
+        rank: tuple(
+            _cell(meeting, rank, rank in diagnosis.dark or (rank, meeting.key[0].name) in unsure) for meeting in columns
+        )
+        for rank in everybody
+    }
     for rank in everybody:
         rows.setdefault(standing[rank], []).append(rank)
     graph = diagnosis.graph
