@@ -58,7 +58,7 @@ class Driver(Generic[R]):
                 if not isinstance(request, Suspend):
                     raise ModelError(
                         f"{self._line()} awaits {type(request).__name__}: model code may await only"
-                        " step.boundary(i) and step.ready(handle)"
+                        " step.boundary(i), step.inner(i) and step.ready(handle)"
                     )
                 if request.event is not None:
                     if self._step.phase is Phase.D:

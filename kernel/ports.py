@@ -132,7 +132,8 @@ class Step(Protocol):
 
     phase: Phase
 
-    def boundary(self, index: int) -> Any: ...
+    def boundary(self, layer: int) -> Any: ...
+    def inner(self, layer: int) -> Any: ...
     def ready(self, handle: Event[T]) -> Any: ...
     def embed(self, partial: Tensor) -> Tensor: ...
     def gather(self, layer: int, partial: Tensor) -> Tensor: ...
@@ -149,8 +150,9 @@ class Model(Protocol):
     def forward(self, step: Step, rows: Sequence[Row]) -> Coroutine[Any, Any, Sequence[Sampled | None]]:
         """One forward of `rows` (none on an idle rank), as an `async def` that a driver advances.
 
-        It awaits only `step.boundary(i)` for i = 0 .. layers-1 and `step.ready(handle)`. Writes the fed tokens' KV
-        into the rows' blocks, leaves each drawn token in the row's slot, and returns what it drew, row by row. Where
+        It awaits only `step.boundary(i)` and `step.inner(i)` for i = 0 .. layers-1, and `step.ready(handle)`. Writes
+        the fed tokens' KV into the rows' blocks, leaves each drawn token in the row's slot, and returns what it drew,
+        row by row. Where
         work is only enqueued the numbers are there, and may be looked at, once the submission's event is done.
         """
 

@@ -11,7 +11,8 @@ Sites, in the order of a forward of L layers:
 `gather i` turns the attention's partial sums into the full rows of all replicas; `scatter i` turns the experts'
 partial sums into a replica's own rows. Safe boundary 0 stands before `embed`, boundary i before `gather i`: a segment
 [i, j) runs from boundary i to boundary j, and the last one to the end. So the attention of layer j is computed inside
-[i, j), after that segment's last collective, where decode overlaps with it.
+[i, j), after that segment's last collective, where decode overlaps with it. In a world that cuts sublayers boundary 2i
+stands before `gather i` and 2i+1 before `scatter i`, and decode overlaps with the experts in the same way.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ class Program:
 
     @property
     def boundaries(self) -> int:
-        """Safe boundaries 0 .. layers-1; a permit of this value lets the epoch end."""
-        return self.layers
+        """Safe boundaries 0 .. boundaries-1; a permit of this value lets the epoch end."""
+        return self.layers * self.world.cuts
 
     def at(self, site: Site, layer: int = -1) -> tuple[Call, ...]:
         """The collectives of one site."""
@@ -165,9 +166,14 @@ class Program:
         return tuple(call for call in self.calls if self._crosses(call.role))
 
     def _boundary_before(self, call: Call) -> int:
-        if call.site is Site.EMBED:
-            return 0
-        return self.layers - 1 if call.site is Site.HEAD else call.layer
+        match call.site:
+            case Site.EMBED:
+                return 0
+            case Site.HEAD:
+                return self.boundaries - 1
+            case Site.SCATTER:
+                return call.layer * self.world.cuts + self.world.cuts - 1
+        return call.layer * self.world.cuts
 
     @cached_property
     def _segments(self) -> dict[tuple[int, int], Calls]:

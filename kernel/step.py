@@ -7,7 +7,7 @@ follows from `kernel.program` and from the plan's sizes. The step refuses a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import ModelError
 from kernel.program import Call, Op, Program, Site
@@ -32,6 +32,17 @@ class Suspend:
 
 Watch = Callable[[Call, bool], None]
 """Told of each collective as it starts (False) and finishes (True)."""
+
+
+class _Passed:
+    """No boundary here: awaiting it does not suspend."""
+
+    def __await__(self) -> Generator[Suspend, Any, None]:
+        return
+        yield
+
+
+_PASSED: Final = _Passed()
 
 
 class Step:
@@ -68,9 +79,16 @@ class Step:
 
     # -- what a model may await ---------------------------------------------------------------------------------
 
-    def boundary(self, index: int) -> Suspend:
-        """Safe boundary `index`: nothing of the next segment has been enqueued. Awaiting it may suspend P, never D."""
-        return Suspend(index=index)
+    def boundary(self, layer: int) -> Suspend:
+        """The safe boundary before `embed` (0) or before `gather layer`: nothing behind it has been enqueued.
+
+        Awaiting it may suspend P, never D.
+        """
+        return Suspend(index=layer * self._world.cuts)
+
+    def inner(self, layer: int) -> Suspend | _Passed:
+        """The safe boundary before `scatter layer`, in a world that cuts there; nothing in any other."""
+        return Suspend(index=layer * self._world.cuts + 1) if self._world.cuts > 1 else _PASSED
 
     def ready(self, handle: Event[Any]) -> Suspend:
         """The value of `handle`, when it is there. A data-dependent boundary waits for its data here (P only)."""

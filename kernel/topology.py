@@ -1,4 +1,4 @@
-"""World(size, adp, ep, gather, route) and its named process groups. Pure; paper section 2.
+"""World(size, adp, ep, gather, route, cut) and its named process groups. Pure; paper section 2.
 
 Notation: g = size, d = adp, e = ep; attention tensor parallelism a = g/d, expert tensor parallelism m = g/e.
 A rank r sits in attention replica r // a with attention-TP index r % a.
@@ -30,6 +30,7 @@ class Role(StrEnum):
 
 GATHERS = ("flat", "cross")
 ROUTES = ("auto", "paper", "all", "none")
+CUTS = ("layer", "sublayer")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class World:
     size: ranks g. adp: attention replicas d. ep: expert-parallel width e. gather: how decode collects the rows of all
     replicas, `flat` (one all-gather over all ranks) or `cross` (the paper's Figure 2). route: which prefill
     collectives run on decode's launch stream (`kernel.program`): `paper` the full-TP all-reduce, `all` the whole
-    registered set, `none` nothing, `auto` what the policy wants (`paper`, except under `unordered`).
+    registered set, `none` nothing, `auto` what the policy wants (`paper`, except under `unordered`). cut: where prefill
+    has safe boundaries: `layer` one before each layer's first collectives (the paper's), `sublayer` another one before
+    those behind its experts, so that decode can pass either half of a layer's computation.
     Raises UsageError when a width does not divide the size.
     """
 
@@ -48,6 +51,7 @@ class World:
     ep: int = 1
     gather: str = "cross"
     route: str = "auto"
+    cut: str = "layer"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -60,6 +64,8 @@ class World:
             raise UsageError(f"--gather {self.gather}: choose one of {', '.join(GATHERS)}")
         if self.route not in ROUTES:
             raise UsageError(f"--route {self.route}: choose one of {', '.join(ROUTES)}")
+        if self.cut not in CUTS:
+            raise UsageError(f"--cut {self.cut}: choose one of {', '.join(CUTS)}")
 
     @property
     def atp(self) -> int:
@@ -70,6 +76,11 @@ class World:
     def etp(self) -> int:
         """Ranks that share one expert, m = g/e."""
         return self.size // self.ep
+
+    @property
+    def cuts(self) -> int:
+        """Safe boundaries of one layer of prefill."""
+        return 1 + CUTS.index(self.cut)
 
     @cached_property
     def groups(self) -> dict[Role, tuple[tuple[int, ...], ...]]:
@@ -112,4 +123,5 @@ class World:
         return tuple(range(0, self.size, self.atp))
 
     def __str__(self) -> str:
-        return f"g{self.size} adp{self.adp} ep{self.ep} {self.gather} route={self.route}"
+        cut = "" if self.cut == "layer" else f" cut={self.cut}"
+        return f"g{self.size} adp{self.adp} ep{self.ep} {self.gather} route={self.route}{cut}"

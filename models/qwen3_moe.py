@@ -140,7 +140,9 @@ class Qwen3Moe:
                 await step.boundary(index)
             full = step.gather(index, partial)
             residual = step.own(full)
-            hidden = residual + step.scatter(index, self._mixture(index, full))
+            mixed = self._mixture(index, full)
+            await step.inner(index)
+            hidden = residual + step.scatter(index, mixed)
         logits: Tensor = step.head(torch.mm(self._norm(inputs.pick(hidden)), self.weights.head))
         return logits[:, : self.config.vocab_size]
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kernel.errors import UsageError
-from kernel.topology import GATHERS, ROUTES, World
+from kernel.topology import CUTS, GATHERS, ROUTES, World
 from models.config import DTYPES
 from rollout.device import ATTENTIONS, DEVICES, LAUNCH_ORDERS, MODULES, QUANTIZATIONS, WEIGHTS, DeviceOptions
 from rollout.trace import PAPER_TRACE
@@ -141,6 +141,7 @@ def _ranks(made: Parser) -> None:
     for flag, choices, what in (
         ("--gather", GATHERS, "how decode collects all replicas' rows"),
         ("--route", ROUTES, "prefill collectives that run on decode's stream"),
+        ("--cut", CUTS, "where prefill stops for decode: between layers, or before their experts' sums too"),
     ):
         ranks.add_argument(flag, choices=choices, help=f"{what} (default: {DEFAULTS[flag[2:]]})")
 
@@ -234,7 +235,7 @@ def parse(command: str, argv: Sequence[str]) -> Options:
     default = ("fine",) if command == ROLLOUT else COMPARED
     return Options(
         command=command,
-        world=World(values["size"], values["adp"], values["ep"], values["gather"], values["route"]),
+        world=World(values["size"], values["adp"], values["ep"], values["gather"], values["route"], values["cut"]),
         policies=_specs(tuple(values["policy"] or default), values["span"]),
         model=values["model"],
         trace=values["trace"],

@@ -93,7 +93,7 @@ class Engine:
         limits = Limits(
             size=self.world.size,
             replicas=self.world.adp,
-            boundaries=self.config.layers,
+            boundaries=self.config.layers * self.world.cuts,
             prefill_tokens=prefill_tokens,
             rows=rows,
             granule=self.world.atp,

@@ -134,7 +134,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     link = await connect(config, world, rank)
     limits = Limits(**{**config["limits"], "buckets": tuple(config["limits"]["buckets"])})
     torch.manual_seed(0)
-    programs = [Program(world, phase, limits.boundaries) for phase in Phase]
+    programs = [Program(world, phase, limits.boundaries // world.cuts) for phase in Phase]
 
     def open_record(directory: str, policy: str) -> Recorder | NullRecorder:
         if not directory:

@@ -21,6 +21,7 @@ WORLDS = [
     World(2, 2, 2),
     World(2, 1, 1),
     World(2, 2, 1),
+    World(2, 2, 1, cut="sublayer"),
     World(4, 2, 4, "cross"),
     World(4, 2, 2, "flat"),
 ]

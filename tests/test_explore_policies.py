@@ -42,6 +42,21 @@ def test_each_guarantee_is_proved_in_every_scope(policy: str, world: World) -> N
         assert_proved_at_once(judged(policy, world, segments))
 
 
+@pytest.mark.parametrize("policy", ["fine", "fine:span=3", "lean", "adaptive", "global_enqueue", "normal"])
+def test_cuts_inside_layers_change_no_verdict(policy: str) -> None:
+    assert_proved_at_once(judged(policy, World(2, 2, 2, cut="sublayer"), segments=1))
+    assert_proved_at_once(judged(policy, World(2, 2, 1, cut="sublayer"), segments=2))
+
+
+def test_a_cut_inside_layers_lets_decode_pass_twice_as_often() -> None:
+    """A bound counts boundaries, so half of the computation waits for it: one layer of two segments cannot keep one."""
+    world = World(2, 2, 2, cut="sublayer")
+    assert judged("fine:span=2", world, segments=1, bound=2).proved
+    assert judged("fine:span=2", world, segments=2, bound=1).cls is Class.STARVATION
+    assert judged("global_enqueue", world, segments=1, bound=1).cls is Class.STARVATION
+    assert judged("global_enqueue", World(2, 2, 2), segments=1, bound=1).proved
+
+
 def test_lean_with_a_longer_span_too() -> None:
     for span in (2, 3):
         assert_proved_at_once(judged(f"lean:span={span}", World(2, 2, 2), segments=3))

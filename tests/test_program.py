@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernel.errors import UsageError
 from kernel.program import Program, Site
 from kernel.request import Phase
-from kernel.topology import Role, World
+from kernel.topology import CUTS, Role, World
 
 # (size, adp, ep, gather) -> P and D of one sparse layer, attention part | expert part. SGLang 0.5.15's sequences for
 # Qwen3-MoE; `cross` rows are the paper's Figure 2.
@@ -60,6 +60,7 @@ worlds = st.integers(1, 3).flatmap(
         st.sampled_from([2**i for i in range(k + 1)]),
         st.sampled_from(["flat", "cross"]),
         st.sampled_from(["paper", "all", "none"]),
+        st.sampled_from(CUTS),
     )
 )
 
@@ -67,10 +68,22 @@ worlds = st.integers(1, 3).flatmap(
 @given(worlds, st.sampled_from(Phase), st.integers(1, 5), st.data())
 def test_segments_partition_the_forward(world: World, phase: Phase, layers: int, data: st.DataObject) -> None:
     program = Program(world, phase, layers)
-    cuts = sorted(data.draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
-    ends = [0, *cuts, layers]
+    most = program.boundaries
+    assert most == layers * (2 if world.cut == "sublayer" else 1)
+    cuts = sorted(data.draw(st.sets(st.integers(1, most - 1)))) if most > 1 else []
+    ends = [0, *cuts, most]
     parts = [program.segment(start, end) for start, end in pairwise(ends)]
     assert tuple(chain.from_iterable(parts)) == program.calls
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_cut_inside_layers_parts_attention_from_experts(phase: Phase) -> None:
+    program = Program(World(4, 2, 4, cut="sublayer"), phase, 3)
+    for layer in range(3):
+        first, second = program.segment(2 * layer, 2 * layer + 1), program.segment(2 * layer + 1, 2 * layer + 2)
+        assert {call.site for call in first} == {Site.GATHER} | ({Site.EMBED} if layer == 0 else set())
+        assert {call.site for call in second} == {Site.SCATTER} | ({Site.HEAD} if layer == 2 else set())
+        assert {call.layer for call in (*first, *second)} <= {layer, -1}
 
 
 @given(worlds)
@@ -103,6 +116,11 @@ def test_route_is_what_it_says(world: World, layers: int) -> None:
         full = {c.index for c in prefill.calls if len(world.groups[c.role][0]) == world.size and c.op == "AR"}
         assert routed == full
         assert routed <= crossing
+
+
+def test_an_unknown_cut_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--cut half: choose one of layer, sublayer"):
+        World(2, cut="half")
 
 
 @pytest.mark.parametrize(("size", "adp", "ep"), [(4, 3, 1), (4, 2, 3), (0, 1, 1), (6, 4, 2)])

@@ -27,7 +27,7 @@ from kernel.errors import TurnstileError, UsageError
 from kernel.record import read_run
 from kernel.sched import registry
 from kernel.sched.policy import Limits
-from kernel.topology import GATHERS, World
+from kernel.topology import CUTS, GATHERS, World
 from models.config import read_config
 from rollout import gpus, report_files, report_metrics, trace
 from rollout.device import ATTENTIONS, DEVICES, QUANTIZATIONS, WEIGHTS, DeviceOptions
@@ -107,6 +107,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
     made.add_argument("--adp", type=int, default=1)
     made.add_argument("--ep", type=int, default=1)
     made.add_argument("--gather", choices=GATHERS, default="cross")
+    made.add_argument("--cut", choices=CUTS, default="layer")
     made.add_argument("--trace", default="paper")
     made.add_argument("--fraction", type=float, default=1.0)
     made.add_argument("--turns", type=int)
@@ -126,7 +127,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
     made.add_argument("--decode-only", type=int, default=ladder.decode_only, help="runs without prefill (0: none)")
     given = made.parse_args(argv)
     settings = Settings(
-        world=World(given.world, given.adp, given.ep, given.gather),
+        world=World(given.world, given.adp, given.ep, given.gather, cut=given.cut),
         device=DeviceOptions(
             given.device,
             dtype=given.dtype,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import UsageError
-from kernel.topology import GATHERS, ROUTES, World
+from kernel.topology import CUTS, GATHERS, ROUTES, World
 from verify.command import Parser
 
 if TYPE_CHECKING:
@@ -99,6 +99,9 @@ def parser(name: str) -> Parser:
     ranks.add_argument(
         "--route", choices=ROUTES, help="prefill collectives on decode's stream (default: auto, what the policy wants)"
     )
+    ranks.add_argument(
+        "--cut", choices=CUTS, help="where prefill stops: between layers, or inside them too (default: layer)"
+    )
     scope = made.add_argument_group("scope of the search")
     scope.add_argument("--segments", metavar="N|N-M", help="safe boundaries of an epoch (default: 1-3)")
     scope.add_argument("--rounds", type=int, metavar="N", help=f"decode iterations of a turn (default: {ROUNDS})")
@@ -179,7 +182,8 @@ def _sizes(given: dict[str, Any]) -> list[int]:
 def _world(given: dict[str, Any], size: int) -> World:
     least = next((n for n in range(2, size + 1) if size % n == 0), 1)
     return World(
-        size, given.get("adp", least), given.get("ep", size), given.get("gather", "cross"), given.get("route", "auto")
+        size, given.get("adp", least), given.get("ep", size), given.get("gather", "cross"), given.get("route", "auto"),
+        given.get("cut", "layer"),
     )
 
 

@@ -45,7 +45,7 @@ def certified(options: Options, make_policy: MakePolicy, guard: Guard) -> Answer
     assert options.layers is not None
     route = getattr(make_policy(options.target, _scenario(options, World(2)).limits), "route", None)
     world = options.certified.under(route)
-    small = World(2, min(2, world.adp), 1, world.gather, world.route)
+    small = World(2, min(2, world.adp), 1, world.gather, world.route, world.cut)
     if not _fixed(_scenario(replace(options, layers=min(options.layers, FEW)), small), make_policy, guard):
         return None
     steps = _entered(_scenario(options, small), make_policy, guard)

@@ -108,6 +108,7 @@ class SimModel:
             full = step.gather(layer, hidden)
             self._same(step.own(full), own, f"own {layer}")
             device.compute(f"{phase} experts {layer}", cost.experts(self.world, phase, full))
+            await step.inner(layer)
             hidden = self._same(step.scatter(layer, full), own, f"scatter {layer}")
         sampled = sum(row.sample is not None for row in rows)
         self._same(step.head(sampled), sampled, "head")

@@ -47,7 +47,7 @@ class Engine:
         return Limits(
             size=world.size,
             replicas=world.adp,
-            boundaries=self.layers,
+            boundaries=self.layers * world.cuts,
             prefill_tokens=self.prefill_tokens,
             rows=self.rows,
             granule=world.atp,

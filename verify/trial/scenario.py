@@ -33,11 +33,12 @@ class Scenario:
     """What happens on a simulated world.
 
     world: the ranks, and the route. policy: a spec as in `--policy`. segments: layers of the model, which are the safe
-    boundaries of an epoch. entries: (round, inbox entry) in the order in which every rank receives them; Stop follows
-    by itself. late: (rank, number of the entry from 0, rounds): that rank sees that entry, and those after it, so many
-    rounds later. capacity, weights: of each device, see `verify.sim.world`. prefill_tokens, rows, blocks, block_size:
-    see `verify.sim.simulation`. name: of its family member. Raises UsageError for sizes below 1, rounds
-    that decrease, requests that cannot fit, and entries of ranks and requests that do not exist.
+    boundaries of an epoch (two each, where the world cuts inside layers). entries: (round, inbox entry) in the order in
+    which every rank receives them; Stop follows by itself. late: (rank, number of the entry from 0, rounds): that rank
+    sees that entry, and those after it, so many rounds later. capacity, weights: of each device, see
+    `verify.sim.world`. prefill_tokens, rows, blocks, block_size: see `verify.sim.simulation`. name: of its family
+    member. Raises UsageError for sizes below 1, rounds that decrease, requests that cannot fit, and entries of ranks
+    and requests that do not exist.
     """
 
     world: World
@@ -83,7 +84,7 @@ class Scenario:
         return Limits(
             size=self.world.size,
             replicas=self.world.adp,
-            boundaries=self.segments,
+            boundaries=self.segments * self.world.cuts,
             prefill_tokens=self.prefill_tokens,
             rows=self.rows,
             granule=self.world.atp,
@@ -92,7 +93,8 @@ class Scenario:
     @property
     def longest(self) -> int:
         """Rounds that any policy which makes progress stays below, by far."""
-        work = sum(r.params.max_tokens + len(r.prompt) * (self.segments + 4) + 8 for r in self.requests)
+        per_token = self.limits.boundaries + 4
+        work = sum(r.params.max_tokens + len(r.prompt) * per_token + 8 for r in self.requests)
         return 4 * work + max((r for r, _ in self.entries), default=0) + sum(n for *_, n in self.late) + 64
 
     def may_abort(self, request: Request) -> bool:
@@ -116,6 +118,8 @@ class Scenario:
         """As JSON takes it; `from_dict` is the inverse."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["world"] = dataclasses.asdict(self.world)
+        if self.world.cut == "layer":
+            del plain["world"]["cut"]  # keeps tokens short, and those of before it valid
         plain["entries"] = [[round_, type(entry).__name__, dataclasses.asdict(entry)] for round_, entry in self.entries]
         plain["late"] = [list(each) for each in self.late]
         plain["weights"] = list(self.weights)
