@@ -245,8 +245,10 @@ class _Ring:
 
     def _finish(self, keys: Sequence[tuple[str, int]]) -> None:
         for key in keys:
-            if key in self._calls:
-                self._calls[key] = replace(self._calls[key], state=State.COMPLETED)
+            known = self._calls.get(key)
+            # A submission also ends by an exception, in the middle of a collective.
+            if known is not None and (known.state is not State.STARTED or self.recording.torn):
+                self._calls[key] = replace(known, state=State.COMPLETED)
 
     def _exchange(self, entry: Entry) -> None:
         key = (RENDEZVOUS, entry.seq)
