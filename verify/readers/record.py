@@ -308,7 +308,7 @@ class _Ring:
         open_ = {key: call for key, call in calls.items() if call.state is not State.COMPLETED and not call.blocking}
         for stream in ("P", "D"):
             mine = [key for key, call in open_.items() if stream in call.queues]
-            # Only P's own thread brings a routed call, and only D's own one D's: a queue is judged by its first own call.
+            # P's thread alone brings a routed call, D's thread alone D's: a queue is judged by its first own call.
             if not mine or open_[mine[0]].state is State.STARTED or self._owner(open_[mine[0]]) != stream:
                 continue
             label = self._submission.get(mine[0], "")

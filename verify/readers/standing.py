@@ -55,7 +55,9 @@ _NATIVE_DEVICE_WAITS: Final = re.compile(
     r"cuda(?:Stream|Device|Event)Synchronize|cu(?:Stream|Ctx|Event)Synchronize|THPVariable_(?:item|tolist)"
     r"|_local_scalar_dense"
 )
-_STORE: Final = re.compile(r"(?:^|[.:_ ])(?:TCPStore|PrefixStore|FileStore|HashStore)[.:]|store_based_barrier|_store_based")
+_STORE: Final = re.compile(
+    r"(?:^|[.:_ ])(?:TCPStore|PrefixStore|FileStore|HashStore)[.:]|store_based_barrier|_store_based"
+)
 _OUTSIDE: Final = re.compile(
     r"(?:^|\.)(?:sleep|read|readline|readlines|readinto|recv|recv_into|recvfrom|recv_multipart|send_multipart|accept"
     r"|connect|select|poll|open|acquire|join|wait|wait_for|get|put|communicate|urlopen|send|sendall|flock|fsync)$"
