@@ -17,13 +17,12 @@ from kernel.program import Program
 from kernel.record import Recorder, ring_path
 from kernel.request import Phase
 from kernel.topology import Role, World
+from tests.reading import read_or_line
 from verify.blame import Class
 from verify.readers.record import READER, RecordReader
-from tests.reading import read_or_line
 from verify.waitgraph import diagnose_events
 
 if TYPE_CHECKING:
-
     from kernel.program import Call
     from verify.blame import Verdict
     from verify.readers.found import Found

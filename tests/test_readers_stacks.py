@@ -100,7 +100,7 @@ def test_faulthandler_of_a_job_in_one_log(tmp_path: Path) -> None:
         "[rank3]:Current thread 0x00007f0b (most recent call first):\n"
         '[rank3]:  File "/site-packages/torch/cuda/streams.py", line 231 in synchronize\n'
         '[rank3]:  File "/home/me/train.py", line 40 in step\n'
-        '[rank1]:Thread 0x00007f0c (most recent call first):\n'
+        "[rank1]:Thread 0x00007f0c (most recent call first):\n"
         '[rank1]:  File "/venv/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 9 in recv\n'
         '[rank1]:  File "/home/me/my (own).py", line ??? in f\n'
     )
@@ -152,7 +152,9 @@ def test_a_rank_in_a_title() -> None:
     assert rank_of_title("python -c frank 3 pancrank") is None
 
 
-@pytest.mark.parametrize("text", ["", "hello\n", "Thread safety is hard (active)\n", "[1, 2]", "{", '[{"frames": 3}]', "[]"])
+@pytest.mark.parametrize(
+    "text", ["", "hello\n", "Thread safety is hard (active)\n", "[1, 2]", "{", '[{"frames": 3}]', "[]"]
+)
 def test_what_holds_no_stack_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text(text)
@@ -179,7 +181,9 @@ def test_a_long_line_takes_little_memory(tmp_path: Path) -> None:
         "stack, = READER.read(Path(sys.argv[1])).stacks;"
         "print(stack.rank, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    out = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
     rank, kib = map(int, out.stdout.split())
     assert rank == 5
     assert kib < 150 << 10
@@ -193,7 +197,9 @@ def test_damaged_stacks_give_a_line_or_a_finding(data: st.DataObject, tmp_path_f
     text = bytearray(data.draw(st.sampled_from(WHOLE)))
     for _ in range(data.draw(st.integers(0, 8))):
         at = data.draw(st.integers(0, len(text) - 1))
-        text[at : at + data.draw(st.integers(0, 30))] = data.draw(st.binary(max_size=20) | st.sampled_from([b"\n", b'"']))
+        text[at : at + data.draw(st.integers(0, 30))] = data.draw(
+            st.binary(max_size=20) | st.sampled_from([b"\n", b'"'])
+        )
     path = tmp_path_factory.getbasetemp() / "rank1.fuzz"
     path.write_bytes(text[: data.draw(st.integers(1, len(text)) | st.just(len(text)))] or b"x")
     READER.recognises(path, path.read_bytes()[:4096])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
-from verify.readers.found import Found
+from verify.readers.found import Found, nothing_open
 from verify.readers.lines import MOST, file_lines, holds, rank_in, unusable
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ class _Log:
         if self.taken > len(self.lines):
             unknown.append(f"{source}: the first {self.taken - len(self.lines)} of its calls are left out")
         world = max(self.sizes.values(), default=0)
-        for (process, _), (rank, size, _) in self.inside.items():
+        for (process, _), (seat, size, _) in self.inside.items():
             if size == world:
-                self.ranks.setdefault(process, rank)
+                self.ranks.setdefault(process, seat)
         if nameless := sorted({line.process for line in self.lines} - self.ranks.keys()):
             told = ", ".join(":".join(process) for process in nameless[:4])
             unknown.append(f"{source}: which rank is {told}? Add INIT to NCCL_DEBUG_SUBSYS to see it")
@@ -152,6 +152,10 @@ class _Log:
         if lost:
             sizes = ", ".join(map(str, sorted(lost)))
             unknown.append(f"{source}: who is in the communicators of {sizes} ranks? Add INIT to NCCL_DEBUG_SUBSYS")
+        # A rank that made its communicator and has launched nothing in sight.
+        silent = {process for process, _ in self.inside} - {line.process for line in self.lines}
+        if self.taken == len(self.lines):
+            events += [nothing_open(self.ranks[process]) for process in sorted(silent & self.ranks.keys())]
         present = frozenset(event.rank for event in events)
         expected = present | frozenset(range(world)) if world <= 1 << 20 else present
         finished = finish(_grouped(events))
@@ -189,9 +193,9 @@ class _Log:
             by_id[ident, size][rank] = where
         for (ident, size), seats in by_id.items():
             ranks = {seat: self.ranks.get(where[0]) for seat, where in seats.items()}
-            if size == world:
-                ranks = {seat: ranks.get(seat, seat) for seat in range(min(size, 1 << 20))}
-            members = tuple(rank for _, rank in sorted(ranks.items()) if rank is not None)
+            if size == world <= 1 << 20:
+                ranks = {seat: ranks.get(seat, seat) for seat in range(size)}
+            members = tuple(one for _, one in sorted(ranks.items()) if one is not None)
             if len(members) == size and len(set(members)) == size:
                 found |= dict.fromkeys(seats.values(), Communicator(members, ident))
         # Without Init lines: the n-th communicator of a size, where as many processes have one as it has members.
@@ -283,7 +287,7 @@ def finish(events: list[Event]) -> list[Event]:
                         todo.append(line[0])
     return [
         replace(event, state=State.COMPLETED, confidence=Confidence.INFERRED)
-        if number in done
+        if number in done or not event.calls
         else replace(event, state=State.SCHEDULED)
         for number, event in enumerate(events)
     ]

@@ -2,8 +2,8 @@
 launched.
 
 Counts that differ show who is behind; equal counts show nothing, since a job that is stuck below the order of calls
-looks like one that works. RAS knows no order between operations of different kinds, no communicator's name and no call site.
-Ranks are those inside a communicator; the largest one tells the global ranks, by process.
+looks like one that works. RAS knows no order between operations of different kinds, no communicator's name and no call
+site. Ranks are those inside a communicator; the largest one tells the global ranks, by process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
-from verify.readers.found import Found
+from verify.readers.found import Found, nothing_open
 from verify.readers.lines import MOST, file_lines, holds, unusable, whole_file
 
 if TYPE_CHECKING:
@@ -237,19 +237,8 @@ def _launched(comm: _Comm, ranks: dict[int, int], communicator: Communicator) ->
                     confidence=Confidence.OBSERVED if len(more) == 1 else Confidence.INFERRED,
                 )
             )
-        elif done:
-            events.append(
-                Event(
-                    ranks[seat],
-                    Kind.COLLECTIVE,
-                    "collective",
-                    medium="nccl",
-                    communicator=communicator,
-                    sequence=done - 1,
-                    state=State.COMPLETED,
-                    confidence=Confidence.INFERRED,
-                )
-            )
+        else:
+            events.append(nothing_open(ranks[seat]))
     return events
 
 

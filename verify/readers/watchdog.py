@@ -5,8 +5,8 @@
                       PG status: last enqueued work: 79, last completed work: 77
 
 `[rank1]:` is the global rank; `Rank 1` is the one inside the group, and tells the global one for the default group
-only. The lines do not say who is in a group: its members are taken to be the ranks whose lines name it, all ranks for the
-default group.
+only. The lines do not say who is in a group: its members are taken to be the ranks whose lines name it, all ranks for
+the default group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
-from verify.readers.found import Found
+from verify.readers.found import Found, nothing_open
 from verify.readers.lines import MOST, file_lines, holds, rank_in, unusable
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ class _Group:
 
 
 def of_logs(paths: Sequence[Path]) -> Found:
-    """The lines of the logs of one job together: a rank that is silent in its own log is one that did not arrive."""
+    """The lines of the logs of one job together: a rank that is silent in its own log may be the one that did not
+    arrive, or whose log is cut.
+    """
     lines = _Lines()
     for path in paths:
         lines.take(path)
@@ -185,6 +187,9 @@ class _Lines:
             for seq, (operation, _) in sorted(operations.items()):
                 own = group.timeouts.get((rank, seq))
                 if own is None and enqueued < seq:
+                    # A rank whose lines do not speak of the group may have lost them: only the others are known.
+                    if rank in group.status:
+                        events.append(nothing_open(rank))
                     continue
                 events.append(
                     Event(
