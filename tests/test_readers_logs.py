@@ -205,6 +205,19 @@ def test_communicators_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
     assert any("communicators of 2 ranks" in line for line in found.unknown)
 
 
+def test_calls_keep_their_numbers_where_older_ones_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's lines come in one piece at the end, so that more of rank 0's are left out."""
+    monkeypatch.setattr(nccl_log, "MOST", 20)
+    text = world(2) + call(0, "AllReduce", "0xa", 2) * 14 + call(1, "AllReduce", "0xa", 2) * 13
+    found = nccl_log.READER.read(written(tmp_path, text))
+    assert any("first 7 of its calls" in line for line in found.unknown)
+    told = verdict(found)
+    assert (told.cls, told.ranks) == (Class.MISSING, (1,))
+    assert "call 14" in told.say
+
+
 def test_sends_before_receives_in_one_group_complete(tmp_path: Path) -> None:
     text = world(2)
     for rank in range(2):

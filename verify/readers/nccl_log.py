@@ -49,6 +49,7 @@ _OPERATIONS: Final = {
     "AlltoAll": "all_to_all",
 }
 _ROOTED: Final = frozenset({"Broadcast", "Reduce", "Gather", "Scatter"})
+_PAIRS: Final = {"Send": Kind.SEND, "Recv": Kind.RECV}
 _DTYPES: Final = ("Int8", "UInt8", "Int32", "UInt32", "Int64", "UInt64", "Half", "Float", "Double", "BFloat16")
 _Process = tuple[str, str]
 
@@ -79,6 +80,8 @@ class _Line:
     root: int
     comm: tuple[str, int]
     stream: str
+    number: int
+    """Of the calls of the process on the communicator, or of the transfers in this direction of the pair, from 0."""
 
 
 def of_logs(paths: Sequence[Path]) -> Found:
@@ -101,6 +104,7 @@ class _Log:
         """(process, pointer) -> rank in it, size, commId, by an Init line."""
         self.sizes: dict[tuple[_Process, str], int] = {}
         self.order: dict[_Process, list[str]] = defaultdict(list)
+        self._counts: dict[tuple[_Process, str, str, int], int] = defaultdict(int)
 
     def take(self, path: Path) -> None:
         """Read one log."""
@@ -114,7 +118,13 @@ class _Log:
                 dtype = int(call["dtype"])
                 named = _DTYPES[dtype] if dtype < len(_DTYPES) else str(dtype)
                 comm = (call["comm"], int(call["size"]))
-                one = _Line(process, call["op"], int(call["count"]), named, int(call["root"]), comm, call["stream"])
+                pair = call["op"] in _PAIRS
+                key = (process, call["comm"], call["op"] if pair else "", int(call["root"]) if pair else -1)
+                number = self._counts[key]
+                self._counts[key] += 1
+                one = _Line(
+                    process, call["op"], int(call["count"]), named, int(call["root"]), comm, call["stream"], number
+                )
                 self.lines.append(one)
                 self.taken += 1
             elif (init := _INIT.search(line)) is not None and len(self.inside) < MOST:
@@ -142,13 +152,12 @@ class _Log:
         comms = self._communicators(world)
         events: list[Event] = []
         lost: set[int] = set()
-        counts: dict[tuple[int, str, str, int | None], int] = defaultdict(int)
         for line in self.lines:
             rank, comm = self.ranks.get(line.process), comms.get((line.process, line.comm[0]))
             if rank is None or comm is None:
                 lost.update([line.comm[1]] if rank is not None else [])
                 continue
-            events.append(self._event(line, rank, comm, counts))
+            events.append(self._event(line, rank, comm))
         if lost:
             sizes = ", ".join(map(str, sorted(lost)))
             unknown.append(f"{source}: who is in the communicators of {sizes} ranks? Add INIT to NCCL_DEBUG_SUBSYS")
@@ -161,25 +170,18 @@ class _Log:
         finished = finish(_grouped(events))
         return Found(source, events=tuple(finished), present=present, expected=expected, unknown=tuple(unknown))
 
-    def _event(
-        self, line: _Line, rank: int, comm: Communicator, counts: dict[tuple[int, str, str, int | None], int]
-    ) -> Event:
-        pair = line.op in ("Send", "Recv")
+    def _event(self, line: _Line, rank: int, comm: Communicator) -> Event:
+        pair = line.op in _PAIRS
         peer = comm.members[line.root] if pair and 0 <= line.root < len(comm.members) else None
-        key = (rank, comm.name, line.op if pair else "", peer)
-        counts[key] += 1
         return Event(
             rank,
-            {"Send": Kind.SEND, "Recv": Kind.RECV}.get(line.op, Kind.COLLECTIVE)
-            if peer is not None
-            else Kind.COLLECTIVE,
+            Kind.COLLECTIVE if peer is None else _PAIRS[line.op],
             "" if pair else _OPERATIONS.get(line.op, line.op),
-            # NCCL logs the first launch after the process's earlier ones: their numbers agree where all are whole.
             stream="the default stream" if line.stream == "(nil)" else line.stream,
             medium="nccl",
             communicator=comm,
             peer=peer,
-            sequence=counts[key] - 1,
+            sequence=line.number,
             sizes=((line.count,),),
             dtype=line.dtype,
             root=line.root if line.op in _ROOTED else None,
@@ -239,16 +241,26 @@ def _grouped(events: list[Event]) -> list[Event]:
 
 
 def finish(events: list[Event]) -> list[Event]:
-    """Those that all members launched, and that nothing unfinished is before on any of their streams, are finished."""
+    """Those that all members launched, and that nothing unfinished is before on any of their streams, are finished.
+
+    A member whose oldest call in sight is a later one has made the earlier ones out of sight.
+    """
     queues: dict[tuple[int, str], deque[int]] = defaultdict(deque)
-    seats: dict[tuple[object, ...], set[tuple[int, str]]] = defaultdict(set)
     holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    missing: dict[tuple[object, ...], int] = {}
+    oldest: dict[tuple[object, ...], int] = {}
     for number, event in enumerate(events):
         for queue in event.queues:
             queues[event.rank, queue].append(number)
         for call in event.calls:
-            seats[_meeting(call)].add((call.rank, call.kind.value))
             holders[_meeting(call)].append(number)
+            seat = _seat(call, call.rank)
+            oldest[seat] = min(oldest.get(seat, call.sequence or 0), call.sequence or 0)
+    for event in events:
+        for call in event.calls:
+            if (key := _meeting(call)) not in missing:
+                out = sum(oldest.get(seat, 0) > (call.sequence or 0) for seat in _seats(call))
+                missing[key] = len(_seats(call)) - len(holders[key]) - out
     done: set[int] = set()
 
     def ready(number: int) -> bool:
@@ -266,14 +278,7 @@ def finish(events: list[Event]) -> list[Event]:
         while more and whole:
             for call in events[more.pop()].calls:
                 key = _meeting(call)
-                need = (
-                    2
-                    if call.kind is not Kind.COLLECTIVE
-                    else len(call.communicator.members)
-                    if call.communicator
-                    else 1
-                )
-                whole = whole and len(seats[key]) >= need
+                whole = whole and missing[key] <= 0
                 fresh = [other for other in holders[key] if other not in together and other not in done]
                 together.update(fresh)
                 more += fresh
@@ -293,8 +298,26 @@ def finish(events: list[Event]) -> list[Event]:
     ]
 
 
+def _seat(call: Event, rank: int | None) -> tuple[object, ...]:
+    """The seat of a member at the calls that `call` is one of."""
+    if call.kind is Kind.COLLECTIVE:
+        return (call.communicator, rank)
+    return (call.communicator, *_ends(call), rank)
+
+
+def _seats(call: Event) -> list[tuple[object, ...]]:
+    """Everybody who has to come."""
+    if call.kind is not Kind.COLLECTIVE:
+        return [_seat(call, end) for end in _ends(call)]
+    members = call.communicator.members if call.communicator is not None else (call.rank,)
+    return [_seat(call, member) for member in members]
+
+
+def _ends(call: Event) -> tuple[int | None, int | None]:
+    return (call.rank, call.peer) if call.kind is Kind.SEND else (call.peer, call.rank)
+
+
 def _meeting(call: Event) -> tuple[object, ...]:
     if call.kind is Kind.COLLECTIVE:
         return (call.communicator, call.sequence)
-    ends = (call.rank, call.peer) if call.kind is Kind.SEND else (call.peer, call.rank)
-    return (call.communicator, ends, call.sequence)
+    return (call.communicator, _ends(call), call.sequence)
