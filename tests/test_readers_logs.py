@@ -332,7 +332,7 @@ def test_ras_text_that_names_nobody_blames_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "edge"),
     [
-        ("dispatch NVL receiver timeout, channel: 3, RDMA: 1, nvl: 2, src RDMA: 0, src nvl: 5, start: 0", (10, 5)),
+        ("dispatch NVL receiver timeout, channel: 3, RDMA: 1, nvl: 2, src RDMA: 2, src nvl: 5, start: 0", (10, 21)),
         ("dispatch forwarder timeout (RDMA meta), channel: 0, RDMA: 0, nvl: 4, src RDMA lane: 1, dst NVL: 3", (4, 12)),
         ("dispatch RDMA sender timeout, channel: 0, RDMA: 0, nvl: 1, dst RDMA lane: 1, head: 0, tail: 9", (1, 9)),
         ("timeout check failed: rank = 3, thread = 0, value = 1024)", (3, 0)),

@@ -59,6 +59,20 @@ def test_json_and_text_of_the_same_process_agree() -> None:
     assert "rank<k>" in from_json.unknown[0]
 
 
+def test_the_holder_of_the_interpreter_lock_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "rank2.txt"
+    path.write_text(
+        "Process 9: python spin.py\nPython v3.12.1 (/usr/bin/python3.12)\n\n"
+        'Thread 9 (active+gil): "MainThread"\n    spin (spin.py:3)\nThread 10 (active): "io"\n    read (io.py:1)\n'
+        "Thread 11\n    run (x.py:1)\n"
+    )
+    assert [(stack.rank, stack.thread, stack.holds_gil) for stack in READER.read(path).stacks] == [
+        (2, "MainThread", True),
+        (2, "io", False),
+        (2, "11", None),
+    ]
+
+
 def test_native_frames_have_no_line() -> None:
     (main, helper) = READER.read(DATA / "native.txt").stacks
     assert main.frames[0] == Site("libc.so.6", 0, "open64")
