@@ -103,7 +103,8 @@ class Event:
     """One call of one host thread.
 
     rank, thread: who calls. kind, operation: what, in the words of `OPERATIONS`. blocking: the host goes on only when
-    it is done. stream: where it is queued (a group is queued on the streams of all of its parts). communicator: of a
+    it is done. stream: where it is queued (a group is queued on the streams of all of its parts). also: queues that it
+    stands in as well, as an event edge makes it; the notation has no word for them. communicator: of a
     collective; of a send or recv where known. peer: the other rank of a send or recv. sequence: its number in the
     communicator or in the direction of a pair, from 0; None = the order of the events says it. tag: size or variant,
     opaque. sizes, outputs: input and output shapes, in elements. splits: elements for each member, of an
@@ -115,6 +116,7 @@ class Event:
     operation: str = ""
     thread: str = ""
     stream: str = ""
+    also: tuple[str, ...] = ()
     medium: str = ""
     communicator: Communicator | None = None
     peer: int | None = None
@@ -150,7 +152,8 @@ class Event:
     @cached_property
     def queues(self) -> tuple[str, ...]:
         """The streams that it is queued on."""
-        return tuple(sorted({call.stream or call.default_stream for call in self.calls}))
+        queues = {call.stream or call.default_stream for call in self.calls}
+        return tuple(sorted(queues.union(*(call.also for call in self.calls))))
 
     @property
     def on_device(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from verify.events import Confidence, Event, Kind, State
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verify.events import Event, Site
+    from verify.events import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class Found:
     moved_ns: int | None = None
     unsure: frozenset[tuple[int, str]] = frozenset()
     whole: frozenset[int] = frozenset()
+
+
+def nothing_open(rank: int) -> Event:
+    """An event that says of a rank without any other one that it is there and has nothing open, as evidence shows."""
+    return Event(rank, Kind.WAIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
 
 
 class Reader(Protocol):

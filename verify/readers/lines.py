@@ -1,0 +1,124 @@
+"""Text evidence line by line, in bounded memory, whatever the file holds."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from typing import TYPE_CHECKING
+
+from kernel.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+BLOCK = 1 << 20
+LONGEST = 1 << 16
+"""Bytes of a line that are looked at; the rest of a longer one is passed over."""
+MOST = 200_000
+"""Lines that a reader keeps of one file: far more than any job writes of a hang, and little enough to hold."""
+BIGGEST = 1 << 26
+"""Bytes of a file that has to be read whole (JSON)."""
+
+_RANK_PREFIX = re.compile(r"\[(?:rank|default)\s?(\d{1,7})\]:")
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|r)[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
+_STREAM_NAMES = frozenset({"stderr.log", "stdout.log", "stderr", "stdout", "error.json"})
+
+
+def unusable(what: str, path: Path, why: str, do: str) -> UsageError:
+    """The one line about a file that cannot be used."""
+    return UsageError(f"{what} {str(path)!r}: {' '.join(why.split())[:200]}: {do}")
+
+
+def file_lines(what: str, path: Path, needles: Sequence[bytes] = ()) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of the lines of a file; with needles only of those that hold one of them.
+
+    Holds one block and one line. A line is cut at `LONGEST` bytes, undecodable bytes are replaced. what: how errors
+    name the kind of evidence. Raises UsageError, one line, for what cannot be read or is no file.
+    """
+    fd = _open(what, path)
+    number, rest, skipping = 1, b"", False
+    try:
+        while block := os.read(fd, BLOCK):
+            data = rest + block
+            *whole, rest = data.split(b"\n")
+            if not needles or any(needle in data for needle in needles):
+                for line in whole:
+                    if not skipping and (not needles or any(needle in line for needle in needles)):
+                        yield number, line[:LONGEST].decode(errors="replace").rstrip("\r")
+                    number, skipping = number + 1, False
+            else:
+                number, skipping = number + len(whole), skipping and not whole
+            if len(rest) > LONGEST:
+                if not skipping and (not needles or any(needle in rest for needle in needles)):
+                    yield number, rest[:LONGEST].decode(errors="replace")
+                    skipping = True
+                # Its last bytes may be the beginning of a needle.
+                rest = rest[-64:]
+        if rest and not skipping and (not needles or any(needle in rest for needle in needles)):
+            yield number, rest.decode(errors="replace").rstrip("\r")
+    except OSError as error:
+        raise unusable(what, path, error.strerror or str(error), "give a file that can be read") from None
+    finally:
+        os.close(fd)
+
+
+def holds(path: Path, head: bytes, needles: Sequence[bytes]) -> bool:
+    """Whether a text file holds one of `needles` anywhere. head: its first bytes, which tell text from binary."""
+    if b"\0" in head:
+        return False
+    if any(needle in head for needle in needles):
+        return True
+    try:
+        return next(file_lines("log", path, needles), None) is not None
+    except UsageError:
+        return False
+
+
+def whole_file(what: str, path: Path) -> bytes:
+    """All of a file. Raises UsageError for one above `BIGGEST` bytes, or that cannot be read."""
+    fd = _open(what, path)
+    parts, size = [], 0
+    try:
+        while part := os.read(fd, BLOCK):
+            parts.append(part)
+            size += len(part)
+            if size > BIGGEST:
+                raise unusable(what, path, f"over {BIGGEST >> 20} MiB", "give the file of one process or one query")
+    except OSError as error:
+        raise unusable(what, path, error.strerror or str(error), "give a file that can be read") from None
+    finally:
+        os.close(fd)
+    return b"".join(parts)
+
+
+def rank_in(line: str, path: Path) -> int | None:
+    """The global rank of a line in a log of several ranks, by its `[rank3]:` prefix, else by the file's name."""
+    if found := _RANK_PREFIX.search(line):
+        return int(found[1])
+    return rank_of_file(path)
+
+
+def rank_of_file(path: Path) -> int | None:
+    """The rank that a file's name tells: `rank3.log`, or `3/stderr.log`, as torchrun lays them out."""
+    if found := _RANK_IN_NAME.findall(path.name):
+        return int(found[-1])
+    if path.name in _STREAM_NAMES and path.parent.name.isascii() and path.parent.name.isdigit():
+        return int(path.parent.name[:7])
+    return None
+
+
+def _open(what: str, path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block here
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise unusable(what, path, why, "give a file that can be read") from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise unusable(what, path, "not a file", "give a file that can be read")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

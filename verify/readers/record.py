@@ -1,0 +1,403 @@
+"""Our own record: the rings of a run directory, of a run that works, is stuck, has ended or was killed.
+
+What a ring tells                                 what it becomes
+    ENQUEUE, and START and FINISH of the same         a collective on its stream. One that is routed stands in P's queue
+                                                      as well, and each stands in that of its submission ("D 17")
+    GRAPH_LAUNCH                                      the collectives of the graph
+    WORK_FINISH of a submission                       its collectives are finished
+    EXCHANGE_ENTER without LEAVE                      a blocking collective of all ranks
+    HOST_WAIT_ENTER without LEAVE                     a wait for the queue of that submission, or of all of P
+    EXCEPTION, close, a process that is gone          the rank has left, by that exception or none
+
+Where the device says when each collective starts (worker threads do), a stream whose next collective has not started
+though nothing is before it stands in code between collectives: the rank is then `outside`, in that submission, and the
+collective and those behind it count as not called. A rank whose device moved within `patience_s` may simply be
+computing, and counts as having called what it has enqueued.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kernel.record import HOST, Kind, Recording, read, read_run
+from kernel.record.layout import MAGIC
+from verify.events import Communicator, Confidence, Event, Site, State
+from verify.events import Kind as What
+from verify.readers.found import Found
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kernel.record import Event as Entry
+
+RENDEZVOUS: Final = "rendezvous"
+"""The communicator of all ranks' exchanges, as in `verify.order.record`."""
+KEEP: Final = 20_000
+"""Finished collectives of a rank that are kept, the newest ones; unfinished ones always are."""
+IDLE: Final = "inbox"
+"""What a rank waits for that has nothing to do."""
+_SITE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}) (?P<function>.*)", re.DOTALL)
+_CONSEQUENCE: Final = "RankLost:"
+"""An exception that tells of another rank's end."""
+
+
+class RecordReader:
+    """See the module. patience_s: how long a rank of a run may be silent that is not stuck."""
+
+    name = "record"
+
+    def __init__(self, patience_s: float = 5.0) -> None:
+        self.patience_s = patience_s
+
+    def recognises(self, path: Path, head: bytes) -> bool:
+        """A ring file, a run directory or its `record` folder."""
+        if path.is_dir():
+            return any(_rings(folder) for folder in (path / "record", path))
+        return head.startswith(MAGIC)
+
+    def read(self, path: Path) -> Found:
+        """All rings of a run, or one ring. Raises UsageError for an unusable one."""
+        if path.is_dir():
+            return of_recordings(read_run(path), path.name, self.patience_s)
+        recording = read(path)
+        return of_recordings({recording.rank: recording}, path.name, self.patience_s)
+
+
+READER = RecordReader()
+
+
+def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
+    """What the rings of some ranks tell, read at about one moment. moved_ns: nanoseconds since 1970."""
+    everybody = set(recordings)
+    for recording in recordings.values():
+        everybody.update(*recording.groups.values())
+        size = recording.meta.get("size")
+        if isinstance(size, int) and 0 < size <= 1 << 20:
+            everybody.update(range(size))
+    world = tuple(sorted(everybody))
+    events: list[Event] = []
+    unknown: list[str] = []
+    for rank, recording in sorted(recordings.items()):
+        ring = _Ring(recording, world, patience_s)
+        events += ring.events()
+        unknown += [f"{source}: rank {rank}: {text}" for text in ring.unknown]
+    if absent := sorted(everybody - set(recordings)):
+        told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        unknown.append(f"{source}: no ring of rank {told}")
+    moved = [each.wall(each.events[-1].time_ns) for each in recordings.values() if each.events]
+    return Found(
+        source,
+        events=tuple(events),
+        present=frozenset(recordings),
+        expected=frozenset(everybody),
+        unknown=tuple(unknown),
+        moved_ns=max(moved, default=None),
+    )
+
+
+def alive(recording: Recording) -> bool | None:
+    """Whether the process that wrote a ring still runs; None where that cannot be seen from here."""
+    try:
+        here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    if not recording.boot or recording.boot != here:
+        return None
+    try:
+        # A number may belong to another process by now; only its writer maps the ring.
+        with open(f"/proc/{recording.pid}/maps", errors="replace") as maps:
+            if any(line.rstrip().endswith(f"/{recording.path.name}") for line in maps):
+                return True
+    except PermissionError:
+        return True
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    except OSError:
+        return None
+    # A container that shares this directory has a name and process numbers of its own.
+    return False if recording.host == platform.node() else None
+
+
+def _rings(folder: Path) -> bool:
+    try:
+        return any(re.fullmatch(r"rank\d{1,9}\.ring", name) for name in os.listdir(folder))
+    except (OSError, ValueError):
+        return False
+
+
+class _Ring:
+    """One rank's ring, event by event."""
+
+    def __init__(self, recording: Recording, world: Sequence[int], patience_s: float) -> None:
+        self.recording, self.rank = recording, recording.rank
+        self.everybody = Communicator(tuple(world), RENDEZVOUS)
+        self.unknown: list[str] = []
+        self._patience_ns = int(patience_s * 1e9)
+        self._calls: dict[tuple[str, int], Event] = {}
+        """(group, sequence) -> the collective, in the order of the host's enqueues."""
+        self._early: dict[tuple[str, int], Event] = {}
+        """Those whose enqueue the ring has lost."""
+        self._submission: dict[tuple[str, int], str] = {}
+        self._members: dict[str, list[tuple[str, int]]] = {}
+        """Submission -> its collectives."""
+        self._next: dict[str, int] = {}
+        self._waits: dict[str, Entry] = {}
+        self._running: dict[str, Entry] = {}
+        self._deferred = False
+        self._raised: Entry | None = None
+        self._lost_graphs = 0
+        self._comms: dict[str, Communicator] = {}
+        self._sites: dict[str, Site | None] = {}
+
+    def events(self) -> list[Event]:
+        """Everything that it tells, in the host's order; what it waits in, or how it left, last."""
+        label = ""
+        for entry in self.recording.events:
+            match entry.kind:
+                case Kind.SUBMIT:
+                    label = entry.site
+                    self._members.pop(label, None)
+                    self._members[label] = []
+                case Kind.ENQUEUE if entry.group:
+                    self._enqueue(entry, entry.text, entry.group, entry.seq, entry.a, label)
+                case Kind.GRAPH_LAUNCH:
+                    self._graph(entry, label)
+                case Kind.START | Kind.FINISH if entry.group:
+                    self._progress(entry)
+                case Kind.WORK_START:
+                    self._running[entry.site] = entry
+                case Kind.WORK_FINISH:
+                    self._running.pop(entry.site, None)
+                    self._finish(self._members.get(entry.site, ()))
+                case Kind.EXCHANGE_ENTER | Kind.EXCHANGE_LEAVE:
+                    self._exchange(entry)
+                case Kind.HOST_WAIT_ENTER:
+                    self._waits[entry.text] = entry
+                case Kind.HOST_WAIT_LEAVE:
+                    self._waits.pop(entry.text, None)
+                case Kind.EXCEPTION:
+                    self._raised = entry
+                case _:
+                    pass
+        calls = {**self._early, **self._calls}
+        last = self._last(calls)
+        self._say()
+        return [*_newest(list(calls.values())), *last]
+
+    # -- one by one -----------------------------------------------------------------------------------------------
+
+    def _enqueue(self, entry: Entry, op: str, group: str, seq: int, size: int, label: str) -> None:
+        key = (group, seq)
+        phase = str(entry.phase) if entry.phase is not None else entry.stream
+        also = {phase, label} - {entry.stream, "", HOST}
+        self._calls[key] = Event(
+            self.rank,
+            What.COLLECTIVE,
+            op,
+            stream=entry.stream,
+            also=tuple(sorted(also)),
+            medium="host" if entry.stream == HOST else "",
+            communicator=self._communicator(group),
+            # A record counts from 1.
+            sequence=max(0, seq - 1),
+            tag=str(size),
+            splits=self.recording.sizes.get(key),
+            site=self._site(entry.site),
+            state=State.SCHEDULED,
+        )
+        self._next[group] = seq + 1
+        self._submission[key] = label
+        self._members.setdefault(label, []).append(key)
+
+    def _graph(self, entry: Entry, label: str) -> None:
+        calls = self.recording.graph(entry)
+        self._lost_graphs += not calls
+        for op, group, size in calls:
+            first = None if self.recording.dropped or self.recording.torn else 1
+            seq = self._next.get(group, first)
+            if seq is None:
+                self._lost_graphs += 1
+            else:
+                self._enqueue(entry, op, group, seq, size, label)
+
+    def _progress(self, entry: Entry) -> None:
+        self._deferred = True
+        key = (entry.group, entry.seq)
+        state = State.STARTED if entry.kind is Kind.START else State.COMPLETED
+        if (known := self._calls.get(key)) is None:
+            if (known := self._early.get(key)) is None:
+                self._enqueue(entry, entry.text, *key, entry.a, "")
+                known = self._calls.pop(key)
+            self._early[key] = replace(known, state=state, site=self._site(entry.site) or known.site)
+        else:
+            self._calls[key] = replace(known, state=state, site=self._site(entry.site) or known.site)
+        # A group's collectives run one after the other: whatever was torn out, those before it are over.
+        before = (entry.group, entry.seq - 1)
+        for calls in (self._calls, self._early):
+            if before in calls and calls[before].state is not State.COMPLETED:
+                calls[before] = replace(calls[before], state=State.COMPLETED, confidence=Confidence.INFERRED)
+
+    def _finish(self, keys: Sequence[tuple[str, int]]) -> None:
+        for key in keys:
+            known = self._calls.get(key)
+            # A submission also ends by an exception, in the middle of a collective.
+            if known is not None and (known.state is not State.STARTED or self.recording.torn):
+                self._calls[key] = replace(known, state=State.COMPLETED)
+
+    def _exchange(self, entry: Entry) -> None:
+        key = (RENDEZVOUS, entry.seq)
+        over = entry.kind is Kind.EXCHANGE_LEAVE
+        if (before := self._calls.get((RENDEZVOUS, entry.seq - 1))) is not None:
+            self._calls[RENDEZVOUS, entry.seq - 1] = replace(before, state=State.COMPLETED)
+        self._calls[key] = Event(
+            self.rank,
+            What.COLLECTIVE,
+            RENDEZVOUS,
+            medium="host",
+            communicator=self.everybody,
+            sequence=max(0, entry.seq - 1),
+            tag=entry.text,
+            blocking=True,
+            state=State.COMPLETED if over else State.STARTED,
+        )
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _last(self, calls: dict[tuple[str, int], Event]) -> list[Event]:
+        """What the rank stands in, or how it left. Takes those collectives out of `calls` that it did not get to."""
+        if (gone := self._gone(calls)) is not None:
+            return [gone]
+        if between := self._between(calls):
+            return [between]
+        # The newest exchange that is not over blocks the loop; it has to come last.
+        open_ = [key for key, call in calls.items() if call.blocking and call.state is not State.COMPLETED]
+        if open_:
+            return [calls.pop(open_[-1])]
+        waits = [entry for entry in self._waits.values() if entry.text != IDLE]
+        if IDLE in self._waits and not waits:
+            self.unknown.append("waits for something to do")
+        return [self._wait(waits[-1], calls)] if waits else []
+
+    def _gone(self, calls: dict[tuple[str, int], Event]) -> Event | None:
+        raised, recording = self._raised, self.recording
+        if raised is not None and raised.text.startswith(_CONSEQUENCE):
+            self.unknown.append(f"left because of another one: {raised.text[:200]}")
+            if any(call.state is not State.COMPLETED for call in calls.values()):
+                # What it was in when the other one was lost says more than that it gave up.
+                return None
+        if raised is not None and not raised.text.startswith(_CONSEQUENCE):
+            return Event(self.rank, What.EXIT, raised.text, site=self._site(raised.site), state=State.COMPLETED)
+        if recording.closed_ns is not None:
+            return Event(self.rank, What.EXIT, state=State.COMPLETED)
+        if alive(recording) is False:
+            self.unknown.append(f"its process {recording.pid} is gone and has not said why")
+            return Event(self.rank, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+        return None
+
+    def _between(self, calls: dict[tuple[str, int], Event]) -> Event | None:
+        """The code between two collectives that a stream stands in, if that is certain."""
+        if not self._deferred or self._raised is not None or self.recording.torn or not self._settled():
+            return None
+        found: list[str] = []
+        open_ = {key: call for key, call in calls.items() if call.state is not State.COMPLETED and not call.blocking}
+        for stream in ("P", "D"):
+            mine = [key for key, call in open_.items() if stream in call.queues]
+            # P's thread alone brings a routed call, D's thread alone D's: a queue is judged by its first own call.
+            if not mine or open_[mine[0]].state is State.STARTED or self._owner(open_[mine[0]]) != stream:
+                continue
+            label = self._submission.get(mine[0], "")
+            found.append(label or f"{stream}'s work")
+            for key in mine:
+                calls.pop(key, None)
+        if not found:
+            return None
+        said = " and ".join(dict.fromkeys(found))
+        return Event(
+            self.rank,
+            What.EXTERNAL,
+            f"the code of {said}, between its collectives",
+            state=State.STARTED,
+            confidence=Confidence.INFERRED,
+        )
+
+    @staticmethod
+    def _owner(call: Event) -> str:
+        return "P" if "P" in call.queues else "D"
+
+    def _settled(self) -> bool:
+        """Whether the rank has been silent for long enough; what is dead or of another boot stays as it is."""
+        events = self.recording.events
+        if not events:
+            return False
+        running = alive(self.recording)
+        if running is None or not running:
+            return True
+        age = time.monotonic_ns() - events[-1].time_ns
+        if 0 <= age < self._patience_ns:
+            self.unknown.append(f"moved {age / 1e9:.1f} s ago: look again before believing that it is stuck")
+            return False
+        return True
+
+    def _wait(self, entry: Entry, calls: dict[tuple[str, int], Event]) -> Event:
+        """The host's wait, for a submission, for all of P, for a rank, or for something else."""
+        text, site = entry.text, self._site(entry.site)
+        stream = "P" if text == "P device" else text
+        mine = [call for call in calls.values() if call.state is not State.COMPLETED and stream in call.queues]
+        if mine:
+            return Event(self.rank, What.WAIT, streams=(stream,), site=site, state=State.STARTED)
+        if peer := re.fullmatch(r"rank (\d{1,9})", text):
+            return Event(
+                self.rank,
+                What.RECV,
+                medium="host",
+                communicator=Communicator(tuple(sorted({self.rank, int(peer[1])})), "host wait"),
+                peer=int(peer[1]),
+                blocking=True,
+                site=site,
+                state=State.STARTED,
+            )
+        what = f"the device's work of {text}" if text in self._members or stream == "P" else text
+        return Event(self.rank, What.EXTERNAL, what, site=site, state=State.STARTED)
+
+    def _say(self) -> None:
+        recording = self.recording
+        if recording.dropped:
+            self.unknown.append(f"{recording.dropped} older events are overwritten")
+        if recording.torn or recording.truncated:
+            cut = ", and the file is cut off" if recording.truncated else ""
+            self.unknown.append(f"{recording.torn} events cannot be read{cut}")
+        if self._lost_graphs:
+            self.unknown.append(f"{self._lost_graphs} graph launches cannot be numbered")
+        if not recording.events:
+            self.unknown.append("its ring is empty")
+
+    def _communicator(self, group: str) -> Communicator:
+        known = self._comms.get(group)
+        if known is None:
+            members = self.recording.groups.get(group, (self.rank,))
+            known = self._comms[group] = Communicator(tuple(members), group)
+        return known
+
+    def _site(self, text: str) -> Site | None:
+        if text not in self._sites:
+            found = _SITE.fullmatch(text)
+            self._sites[text] = Site(found["file"], int(found["line"]), found["function"]) if found else None
+        return self._sites[text]
+
+
+def _newest(calls: list[Event]) -> list[Event]:
+    """All unfinished ones and the newest `KEEP` of the others, in their order."""
+    excess = sum(call.state is State.COMPLETED for call in calls) - KEEP
+    kept = []
+    for call in calls:
+        if excess > 0 and call.state is State.COMPLETED:
+            excess -= 1
+        else:
+            kept.append(call)
+    return kept

@@ -1,0 +1,208 @@
+"""Lines that PyTorch's NCCL watchdog writes into a job's log, and the exceptions that ranks end with there.
+
+    [rank1]:[E810 ..] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=BROADCAST, ..
+    [rank1]:[E810 ..] [PG ID 0 PG GUID 0(default_pg) Rank 1] failure detected by watchdog at work sequence id: 78
+                      PG status: last enqueued work: 79, last completed work: 77
+
+`[rank1]:` is the global rank; `Rank 1` is the one inside the group, and tells the global one for the default group
+only. The lines do not say who is in a group: its members are taken to be the ranks whose lines name it, all ranks for
+the default group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers.found import Found, nothing_open
+from verify.readers.lines import MOST, file_lines, holds, rank_in, unusable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+WHAT: Final = "log"
+DEFAULT: Final = "default_pg"
+UNNAMED: Final = "a group that the log does not name"
+NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
+_OTHER: Final = (b"[rank", b"Traceback (most recent call last)")
+
+_TIMEOUT = re.compile(
+    r"\[(?:PG [^\]]{0,200}?)?Rank (?P<rank>\d{1,7})\]\s+Watchdog caught collective operation timeout: Work\w{1,20}\("
+    r"(?:SeqNum=(?P<seq>\d{1,18}), )?OpType=(?P<op>\w{1,40})"
+    r"(?:, NumelIn=(?P<numel>\d{1,18}), NumelOut=\d{1,18})?"
+)
+_PG = r"\[PG (?:ID \d{1,9} PG GUID )?(?P<guid>[^\s(\]]{1,200})\s?\((?P<desc>[^)]{0,200})\) Rank (?P<rank>\d{1,7})\]"
+_STATUS = re.compile(
+    _PG + r".{0,200}?(?:work sequence id|at work|NCCL work): (?P<seq>\d{1,18}).{0,40}?"
+    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
+)
+_OPERATIONS: Final = {
+    "ALLREDUCE": "all_reduce",
+    "ALLREDUCE_COALESCED": "all_reduce",
+    "ALLGATHER": "all_gather",
+    "_ALLGATHER_BASE": "all_gather",
+    "ALLGATHER_COALESCED": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all",
+}
+_PREFIX = re.compile(r"^\s*\[(?:rank|default)\s?\d{1,7}\]:\s?")
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt|Exit))(?P<text>:.*)?$")
+_CONSEQUENCE = re.compile(r"DistBackendError|DistNetworkError|NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
+
+
+class WatchdogReader:
+    """See the module."""
+
+    name = "watchdog"
+
+    def recognises(self, path: Path, head: bytes) -> bool:
+        """A text file with a watchdog's line anywhere in it."""
+        return holds(path, head, NEEDLES)
+
+    def read(self, path: Path) -> Found:
+        """The lines of one log. Raises UsageError for one without any."""
+        return of_logs([path])
+
+
+READER = WatchdogReader()
+
+
+@dataclass
+class _Group:
+    """What the lines say of one group. timeouts: (rank, number) -> operation and elements."""
+
+    timeouts: dict[tuple[int, int], tuple[str, int | None]] = field(default_factory=dict)
+    status: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+def of_logs(paths: Sequence[Path]) -> Found:
+    """The lines of the logs of one job together: a rank that is silent in its own log may be the one that did not
+    arrive, or whose log is cut.
+    """
+    lines = _Lines()
+    for path in paths:
+        lines.take(path)
+    source = ", ".join(path.name for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    if not lines.kept:
+        raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
+    return lines.found(source)
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self.kept = 0
+        self.seen: set[int] = set()
+        self.nameless = 0
+        self.timeouts: dict[tuple[int, int], tuple[str, int | None]] = {}
+        self.groups: dict[str, _Group] = defaultdict(_Group)
+        self.at: dict[tuple[int, int], str] = {}
+        """(rank, number) that a status line names -> its group."""
+        self.raised: dict[int, str] = {}
+
+    def take(self, path: Path) -> None:
+        """Read one log."""
+        tracing: set[int] = set()
+        for _, line in file_lines(WHAT, path):
+            if self.kept >= MOST:
+                return
+            rank = rank_in(line, path)
+            if rank is not None:
+                self.seen.add(rank)
+            if "Watchdog caught" in line and (found := _TIMEOUT.search(line)):
+                self.kept += 1
+                self._timeout(int(found["rank"]) if rank is None else rank, found, rank is None)
+            elif "last enqueued" in line and (found := _STATUS.search(line)):
+                self.kept += 1
+                self._status(rank, found)
+            elif rank is not None:
+                self._trace(line, rank, tracing)
+
+    def _timeout(self, rank: int, found: re.Match[str], inside: bool) -> None:
+        self.nameless += inside
+        self.seen.add(rank)
+        operation = _OPERATIONS.get(found["op"], found["op"].lower())
+        numel = int(found["numel"]) if found["numel"] else None
+        self.timeouts[rank, int(found["seq"] or 0)] = (operation, numel)
+
+    def _status(self, rank: int | None, found: re.Match[str]) -> None:
+        name = found["desc"] if found["desc"] not in ("", "undefined") else found["guid"]
+        if rank is None:
+            self.nameless += name != DEFAULT
+            rank = int(found["rank"])
+        self.seen.add(rank)
+        self.groups[name].status[rank] = (int(found["enqueued"]), int(found["completed"]))
+        self.at[rank, int(found["seq"])] = name
+
+    def _trace(self, line: str, rank: int, tracing: set[int]) -> None:
+        text = _PREFIX.sub("", line)
+        if text.startswith("Traceback (most recent call last)"):
+            tracing.add(rank)
+        elif rank in tracing and (found := _EXCEPTION.match(text)):
+            tracing.discard(rank)
+            # What a rank raises because others are gone or late is no cause.
+            if not _CONSEQUENCE.search(text):
+                self.raised.setdefault(rank, text[:400])
+            elif found["type"]:
+                self.kept += 1
+
+    def found(self, source: str) -> Found:
+        """Everything that the lines say."""
+        only = next(iter(self.groups)) if len(self.groups) == 1 else UNNAMED
+        for (rank, seq), told in self.timeouts.items():
+            self.groups[self.at.get((rank, seq), only)].timeouts[rank, seq] = told
+        events: list[Event] = []
+        for name, group in self.groups.items():
+            events += self._events(name, group)
+        events += [
+            Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED)
+            for rank, text in sorted(self.raised.items())
+        ]
+        unknown = [f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"]
+        if self.nameless:
+            unknown.append(
+                f"{source}: {self.nameless} lines tell no global rank; theirs is taken from inside the group"
+            )
+        if UNNAMED in self.groups:
+            unknown.append(f"{source}: some timeouts do not say which group they are of")
+        ranks = frozenset(self.seen)
+        return Found(source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown))
+
+    def _events(self, name: str, group: _Group) -> list[Event]:
+        members = set(group.status) | {rank for rank, _ in group.timeouts}
+        if name in (DEFAULT, UNNAMED):
+            members |= self.seen
+        communicator = Communicator(tuple(sorted(members)), name)
+        operations: dict[int, tuple[str, int | None]] = {}
+        for (_, seq), told in sorted(group.timeouts.items()):
+            operations.setdefault(seq, told)
+        events = []
+        for rank in sorted(members):
+            enqueued, completed = group.status.get(rank, (-1, -1))
+            for seq, (operation, _) in sorted(operations.items()):
+                own = group.timeouts.get((rank, seq))
+                if own is None and enqueued < seq:
+                    # A rank whose lines do not speak of the group may have lost them: only the others are known.
+                    if rank in group.status:
+                        events.append(nothing_open(rank))
+                    continue
+                events.append(
+                    Event(
+                        rank,
+                        Kind.COLLECTIVE,
+                        own[0] if own is not None else operation,
+                        medium="nccl",
+                        communicator=communicator,
+                        # NCCL's process group counts from 1.
+                        sequence=max(0, seq - 1),
+                        sizes=((own[1],),) if own is not None and own[1] is not None else None,
+                        state=State.COMPLETED if own is None and completed >= seq else State.SCHEDULED,
+                        confidence=Confidence.OBSERVED if own is not None else Confidence.INFERRED,
+                    )
+                )
+        return events
