@@ -74,7 +74,7 @@ def told(found: RankState) -> dict[str, Any]:
         name: getattr(found, name)
         for name in ("open", "started", "enqueued", "exchange", "exchanges", "wait", "flying", "round", "epoch",
                      "boundary", "permit", "finished", "exception", "gap_ns", "phase", "pending", "idle", "newest")
-    }  # fmt: skip
+    } | {"recent": list(found.recent)}  # fmt: skip
 
 
 @settings(max_examples=60)
@@ -165,6 +165,30 @@ def test_the_rank_that_others_wait_for_stands_out(tmp_path: Path, capsys: pytest
     assert "wait in" not in calm
     enter(recs[1], 2)
     assert not follower.look().waits, "everybody is there, and has only to wake up"
+
+
+def test_of_a_chain_only_its_end_is_blamed(tmp_path: Path) -> None:
+    """Rank 0 waits for ranks 1 and 2, and rank 1 for its device, which waits for rank 2."""
+    recs = [writer(tmp_path, rank) for rank in range(3)]
+    enter(recs[0], 1)
+    call(recs[1], Kind.ENQUEUE, 1)
+    call(recs[1], Kind.START, 1)
+    recs[1].event(Kind.HOST_WAIT_ENTER, b=recs[1].site("D 0"))
+    recs[2].event(Kind.PLAN)
+    frame = Follower(tmp_path, stalled_s=0).look()
+    assert [row.rank for row in frame.rows if row.blocks] == [2]
+
+
+def test_a_loop_that_only_notes_its_gap_does_not_move(tmp_path: Path) -> None:
+    rec = writer(tmp_path, 0, size=1)
+    enter(rec, 1)
+    first = Follower(tmp_path).look().rows[0].quiet_s
+    rec.event(Kind.MARK, a=5, b=rec.site(state.GAP))
+    row = Follower(tmp_path).look().rows[0]
+    assert first is not None
+    assert row.quiet_s is not None
+    assert row.quiet_s >= first
+    assert row.quiet_s == row.age_s, "quiet since it entered the rendezvous"
 
 
 def test_a_ring_is_found_and_told(tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ class Follower:
         now = {rank: self._now(state.recording, newest, live) for rank, state in states.items()}
         graph = waits.graph_of(states)
         cycle = waits.cycle_of(graph)
-        rows = {rank: self._row(state, now[rank], processes[rank]) for rank, state in states.items()}
+        last = max(self._read_ns.values())
+        late = {rank: last - self._read_ns[rank] if live else 0 for rank in states}
+        rows = {rank: self._row(state, now[rank], late[rank], processes[rank]) for rank, state in states.items()}
         for rank in _blockers(graph, rows):
             rows[rank] = replace(rows[rank], blocks=True)
         first = next(iter(states.values())).recording
@@ -173,11 +175,15 @@ class Follower:
             states,
         )
 
-    def _row(self, state: RankState, now_ns: int, process: str | None) -> Row:
+    def _row(self, state: RankState, now_ns: int, late_ns: int, process: str | None) -> Row:
         operation = state.operation()
         event = operation[0] if operation is not None else None
-        quiet = max(0, now_ns - state.newest.time_ns) / 1e9 if state.newest is not None else None
+        quiet = max(0, now_ns - state.moved.time_ns) / 1e9 if state.moved is not None else None
         status = self._status(state, quiet, process)
+        if status in STANDING:
+            # Ages of ranks that stand still are compared with each other: at one moment, not when each was read.
+            now_ns += late_ns
+            quiet = quiet + late_ns / 1e9 if quiet is not None else None
         return Row(
             rank=state.recording.rank,
             status=status,

@@ -26,12 +26,14 @@ class RankState:
     open: device collectives that have started and not finished, by group and number, oldest first. started, enqueued:
     the highest number of each group. exchange, wait: the rendezvous or host wait that the loop is in. exchanges: how
     many rendezvous it has entered. flying: submissions of each phase that the device has not finished, each with its
-    collectives that are still to finish. gap_ns: the event loop's longest. recent: the last events.
+    collectives that are still to finish. gap_ns: the event loop's longest. moved, recent: the last event and the last
+    ones that are more than a remark, which a loop can make that only waits.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.newest: Event | None = None
+        self.moved: Event | None = None
         self.open: dict[tuple[str, int], Event] = {}
         self.started: dict[str, int] = {}
         self.enqueued: dict[str, int] = {}
@@ -73,7 +75,9 @@ class RankState:
             if event.number not in seen:
                 self._seen.append(event.number)
                 self._take(event)
-                self.recent.append(event)
+                if event.kind is not Kind.MARK:
+                    self.moved = event
+                    self.recent.append(event)
                 if self.newest is None or event.number > self.newest.number:
                     self.newest = event
 
