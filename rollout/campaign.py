@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from models.config import DecoderConfig
-    from rollout.lanes import Interval
     from rollout.replay import Row
     from rollout.trace import Trace, Trajectory
+    from verify.intervals import Interval
 
 WARM_UP_TOKENS: Final = 8
 TINY_LAYERS: Final = 4

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.errors import UsageError
 from kernel.record import read_run
-from rollout import lanes, lanes_record, plots, report, report_files, report_metrics
+from rollout import lanes, plots, report, report_files, report_metrics
 from rollout.args import COMPARE
+from verify.intervals import intervals
 
 if TYPE_CHECKING:
     from rollout.campaign import Campaign, Run
@@ -43,7 +44,7 @@ def _read_record(run: Run) -> None:
     except UsageError:
         print(f"turnstile: {run.policy}: no waits are reported: no usable record in {run.folder}", file=sys.stderr)
         return
-    run.intervals = [one for rank in recordings.values() for one in lanes_record.intervals(rank)]
+    run.intervals = [one for rank in recordings.values() for one in intervals(rank)]
     if dropped := max(rank.dropped for rank in recordings.values()):
         print(
             f"turnstile: {run.policy}: the record kept only its newest events ({dropped} older ones are gone), so the"

@@ -34,6 +34,8 @@ COMMANDS: Final = (
     Command("compare", "several policies on the same trace, side by side, ranks kept up", "rollout.campaign:main"),
     Command("check", "prove a policy, a program or a run, or show the schedule that hangs it", "verify.check:main"),
     Command("hang", "explain a stuck job from its dumps, logs, stacks or processes", "verify.hang:main"),
+    Command("top", "live view of a run: where each rank stands, and who waits for whom", "verify.top:main"),
+    Command("trace", "a run's record as a timeline for Perfetto and chrome://tracing", "verify.trace:main"),
 )
 
 

@@ -1,46 +1,25 @@
-"""What each rank did when, as intervals: the form between the record and the figures, and what is measured from it.
-
-    P, D         work on the device: one segment of prefill, one iteration of decode
-    wait         `decode`: rows were ready and their iteration had not started; `permit`: P stood at its endpoint
-    rendezvous   an all-rank exchange on the CPU, from arrival to departure; the label is its tag
-
-Times are monotonic ns of one host. `rollout.lanes_record` makes intervals from the ranks' records.
-"""
+"""What is measured from the ranks' intervals (`verify.intervals`): waits, and how much of P lies beside D."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING
 
 from rollout.report_metrics import Metrics, spread
+from verify.intervals import DECODE, PERMIT, Interval, intervals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-Lane = Literal["P", "D", "wait", "rendezvous"]
-DECODE: Final = "decode"
-PERMIT: Final = "permit"
+    from kernel.record import Recording
+
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """One stretch of one rank's lane. epoch: -1 where the work belongs to none."""
-
-    rank: int
-    lane: Lane
-    label: str
-    start_ns: int
-    end_ns: int
-    round: int = -1
-    epoch: int = -1
-
-    @property
-    def ms(self) -> float:
-        """Length in milliseconds."""
-        return (self.end_ns - self.start_ns) / 1e6
+def from_records(recordings: Iterable[Recording]) -> Metrics:
+    """Waits and overlap of one run, from the records of its ranks; the keys are those of `measure`."""
+    return measure(list(chain.from_iterable(map(intervals, recordings))))
 
 
 def measure(intervals: Sequence[Interval]) -> Metrics:

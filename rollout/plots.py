@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any, Final
 
-from rollout.lanes import DECODE, PERMIT, window
+from rollout.lanes import window
+from verify.intervals import DECODE, PERMIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rollout.lanes import Interval, Span
+    from rollout.lanes import Span
+    from verify.intervals import Interval
 
 # Okabe and Ito's colours, told apart by colour-blind readers; dashes tell them apart in print.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

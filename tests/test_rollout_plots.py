@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout import plots
-from rollout.lanes import Interval
+from verify.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,8 +13,8 @@ import pytest
 
 from kernel.record import read_run
 from rollout.lanes import common
-from rollout.lanes_record import intervals
 from rollout.replay import read_rows
+from verify.intervals import intervals
 
 for needed in ("torch", "uvloop", "numpy", "safetensors", "matplotlib"):
     pytest.importorskip(needed)

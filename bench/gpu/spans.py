@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from kernel.record import Kind
-from rollout import lanes, lanes_record
-from rollout.lanes import Interval, common, merged
+from rollout import lanes
+from rollout.lanes import common, merged
+from verify.intervals import DECODE, PERMIT, Interval, intervals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -34,14 +35,14 @@ def measure(recordings: Mapping[int, Recording], makespan_s: float) -> Metrics:
     Totals are milliseconds, averaged over the ranks. p_device_share is the paper's headroom h where the policy is
     `normal`: the most of the makespan that hiding P can win. overlap_ms: P's device work beside D's.
     """
-    ranks = [lanes_record.intervals(recording) for recording in recordings.values()]
-    intervals = [one for rank in ranks for one in rank]
+    ranks = [intervals(recording) for recording in recordings.values()]
+    found = [one for rank in ranks for one in rank]
     enqueues = [enqueue_ms(recording) for recording in recordings.values()]
     device = {lane: _mean(_busy_ms(rank, lane) for rank in ranks) for lane in ("P", "D")}
     return {
-        **lanes.measure(intervals),
-        "total_decode_wait_ms": _mean(_waited(rank, lanes.DECODE) for rank in ranks),
-        "total_permit_wait_ms": _mean(_waited(rank, lanes.PERMIT) for rank in ranks),
+        **lanes.measure(found),
+        "total_decode_wait_ms": _mean(_waited(rank, DECODE) for rank in ranks),
+        "total_permit_wait_ms": _mean(_waited(rank, PERMIT) for rank in ranks),
         "total_enqueue_ms": _mean(map(math.fsum, enqueues)),
         "segments": _mean(map(len, enqueues)),
         "iterations": _mean(sum(one.lane == "D" for one in rank) for rank in ranks),

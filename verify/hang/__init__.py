@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -64,25 +62,18 @@ def main(name: str, arguments: Sequence[str]) -> int:
     from verify.readers.gather import gather, merge
 
     found = [gather(paths)] if paths else []
-    found += [_processes(pids)] if pids else []
+    if pids:
+        from verify.attach import attach
+
+        found.append(attach(pids))
     diagnosis = diagnose_found(merge(found))
     if "html" in given:
-        page: str = _part("verify.html", "--html").page(diagnosis)
+        from verify.html import diagnosis_page
+
+        page = diagnosis_page(diagnosis.to_dict(), diagnosis.situation)
         try:
             Path(given["html"]).write_text(page, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--html {given['html']}: cannot be written ({error.strerror})") from None
     print(json.dumps(diagnosis.to_dict()) if given.get("json") else as_text(diagnosis))
     return diagnosis.code
-
-
-def _processes(pids: Sequence[int]) -> Found:
-    """What processes of this host tell."""
-    found: Found = _part("verify.attach", "--pid").attach(pids)
-    return found
-
-
-def _part(module: str, flag: str) -> Any:
-    if find_spec(module) is None:
-        raise UsageError(f"{flag}: not in this build; leave it out")
-    return import_module(module)

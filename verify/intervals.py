@@ -1,23 +1,41 @@
-"""From the ranks' records to intervals (`rollout.lanes`)."""
+"""From the ranks' records to intervals: the form between the record and everything that shows or measures a run.
+
+    P, D         work on the device: one segment of prefill, one iteration of decode
+    wait         `decode`: rows were ready and their iteration had not started; `permit`: P stood at its endpoint
+    rendezvous   an all-rank exchange on the CPU, from arrival to departure; the label is its tag
+
+Times are monotonic ns of one host.
+"""
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from kernel.record import Event, Kind, Recording
 from kernel.request import Phase
-from rollout.lanes import DECODE, PERMIT, Interval, measure
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rollout.report_metrics import Metrics
+Lane = Literal["P", "D", "wait", "rendezvous"]
+DECODE: Final = "decode"
+PERMIT: Final = "permit"
 
 
-def from_records(recordings: Iterable[Recording]) -> Metrics:
-    """Waits and overlap of one run, from the records of its ranks; the keys are those of `rollout.lanes.measure`."""
-    return measure(list(chain.from_iterable(map(intervals, recordings))))
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One stretch of one rank's lane. epoch: -1 where the work belongs to none."""
+
+    rank: int
+    lane: Lane
+    label: str
+    start_ns: int
+    end_ns: int
+    round: int = -1
+    epoch: int = -1
+
+    @property
+    def ms(self) -> float:
+        """Length in milliseconds."""
+        return (self.end_ns - self.start_ns) / 1e6
 
 
 def intervals(recording: Recording) -> list[Interval]:
@@ -73,8 +91,7 @@ class _Reader:
 
     def _finish(self, event: Event) -> None:
         if started := self._running.pop((event.phase, event.site), None):
-            lane: str = event.phase or ""
-            self._add("D" if lane == "D" else "P", event.site, started.time_ns, event)
+            self._add("D" if event.phase is Phase.D else "P", event.site, started.time_ns, event)
         if event.phase is Phase.D:
             self._decoded_ns = event.time_ns
         else:
@@ -103,6 +120,6 @@ class _Reader:
         if started.b and moments:
             self._add("wait", DECODE, max(moments), started)
 
-    def _add(self, lane: str, label: str, start_ns: int, end: Event) -> None:
+    def _add(self, lane: Lane, label: str, start_ns: int, end: Event) -> None:
         start_ns = min(start_ns, end.time_ns)
-        self.found.append(Interval(self._rank, lane, label, start_ns, end.time_ns, end.round, end.epoch))  # type: ignore[arg-type]
+        self.found.append(Interval(self._rank, lane, label, start_ns, end.time_ns, end.round, end.epoch))

@@ -1,0 +1,122 @@
+"""A frame as a terminal shows it: one line a rank, those that stand still first, and below who waits for whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from verify import words
+from verify.top.follow import STANDING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from verify.top.follow import Frame, Row
+
+STYLES: Final = {
+    "running": "green",
+    "idle": "dim",
+    "ended": "dim",
+    "stalled": "bold yellow",
+    "silent": "bold yellow",
+    "stopped": "bold red",
+    "died": "bold red",
+    "failed": "bold red",
+}
+"""Colours underline what the words say; nothing is told by colour alone."""
+
+
+def picture(frame: Frame, height: int = 0) -> RenderableType:
+    """The frame. height: lines of the screen; 0 for as many as it takes."""
+    waits = _waits(frame)
+    room = max(3, height - 5 - len(waits)) if height else len(frame.rows)
+    rows = sorted(frame.rows, key=lambda row: (row.rank not in frame.stalled, row.rank))[:room]
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", expand=False)
+    for name in ("rank", "state", "round", "in flight", "epoch", "boundary", "permit"):
+        table.add_column(name, justify="right" if name not in ("state", "in flight") else "left", no_wrap=True)
+    table.add_column("last operation", overflow="ellipsis", no_wrap=True, min_width=24)
+    for name in ("age", "quiet for", "longest gap", "submitted", "calls left"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in sorted(rows, key=lambda row: row.rank):
+        table.add_row(*_cells(row))
+    parts: list[RenderableType] = [_head(frame), table]
+    if len(rows) < len(frame.rows):
+        parts.append(Text(f"and {len(frame.rows) - len(rows)} more ranks (--json has all)", "dim"))
+    return Group(*parts, *waits)
+
+
+def _head(frame: Frame) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(frame.run, "bold")
+    text.append(f"  {frame.about}  " if frame.about else "  ")
+    counts: dict[str, int] = {}
+    for row in frame.rows:
+        counts[row.status] = counts.get(row.status, 0) + 1
+    for at, (status, count) in enumerate(counts.items()):
+        text.append(", " if at else "")
+        text.append(f"{count} {status}", STYLES[status])
+    return text
+
+
+def _cells(row: Row) -> list[str | Text]:
+    style = STYLES[row.status] if row.status in STANDING else ""
+    status = Text(row.status + (" <-" if row.blocks else ""), "bold red" if row.blocks else STYLES[row.status])
+    operation = Text(f"{'in ' if row.open else ''}{row.operation}" or "-", style if row.open else "dim")
+    return [
+        Text(str(row.rank), style),
+        status,
+        number(row.round),
+        row.phase or "-",
+        f"e{row.epoch}" if row.epoch >= 0 else "-",
+        number(row.boundary),
+        number(row.permit),
+        operation,
+        seconds(row.age_s),
+        Text(seconds(row.quiet_s), style),
+        f"{row.gap_ms:,.0f} ms" if row.gap_ms is not None else "-",
+        f"D {row.d_queue}  P {row.p_queue}",
+        str(row.pending),
+    ]
+
+
+def _waits(frame: Frame, most: int = 8) -> list[Text]:
+    """What is wrong, below the table: nothing while the run moves."""
+    found: list[Text] = []
+    if frame.missing:
+        found.append(Text(f"no record of {words.ranks(frame.missing)}", "bold red"))
+    for row in frame.rows:
+        if row.exception:
+            found.append(
+                Text(f"rank {row.rank} left by {row.exception}", "bold red", no_wrap=True, overflow="ellipsis")
+            )
+    if stopped := [row.rank for row in frame.rows if row.status == "stopped"]:
+        verb = "is" if len(stopped) == 1 else "are"
+        found.append(Text(f"{words.ranks(stopped)} {verb} stopped, by a signal or a debugger", "bold red"))
+    blockers = [row.rank for row in frame.rows if row.blocks]
+    if blockers:
+        verb = "keeps" if len(blockers) == 1 else "keep"
+        found.append(Text(f"<- {words.ranks(blockers)} {verb} others waiting", "bold red"))
+    if any(row.status in STANDING for row in frame.rows):
+        found += [Text(line, "bold red" if line.startswith("in a ring") else "") for line in frame.waits]
+    if len(found) > most:
+        found = [*found[:most], Text(f"and {len(found) - most} more lines (--json has all)", "dim")]
+    return [Text(""), *found] if found else []
+
+
+def number(value: int | None) -> str:
+    """`-` for what is not known or there is none."""
+    return "-" if value is None or value < 0 else str(value)
+
+
+def seconds(value: float | None) -> str:
+    """`12 ms`, `3.4 s`, `5 min`."""
+    if value is None:
+        return "-"
+    if value < 1:
+        return f"{value * 1e3:.0f} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:,.0f} min" if value < 7200 else f"{value / 3600:,.0f} h"

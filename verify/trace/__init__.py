@@ -1,0 +1,110 @@
+"""`turnstile trace`: what the ranks of a run did, as a timeline that Perfetto and chrome://tracing open.
+
+Exit codes: 0 written, 2 unusable input.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kernel.errors import UsageError
+from kernel.record import read_run
+from verify import runs, words
+from verify.command import Parser
+from verify.slices import timeline
+from verify.trace.chrome import trace_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kernel.record import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked. out: None for `trace.json` in the run's directory, "-" for standard output."""
+
+    run: str
+    out: str | None
+
+
+def parse(name: str, arguments: Sequence[str]) -> Options:
+    """The options of the command. Raises UsageError (and SystemExit for --help)."""
+    made = Parser(
+        prog=f"turnstile {name}",
+        description="Write a run's record as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.",
+        epilog="One process a rank: host, turnstile, P, D and the collectives of both streams; arrows join the moments"
+        " at which ranks reach the same boundary of the same epoch.",
+        allow_abbrev=False,
+    )
+    made.add_argument("run", metavar="RUN-DIRECTORY", help="what `turnstile rollout` left, or is writing")
+    made.add_argument(
+        "-o", dest="out", metavar="FILE", help="default: trace.json in the run; `-`: standard output; *.gz: compressed"
+    )
+    given = made.parse_args(list(arguments))
+    return Options(given.run, given.out)
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Run the command; its exit code. Raises UsageError."""
+    options = parse(name, arguments)
+    run = runs.find(options.run)
+    recordings = read_run(run)
+    lines = trace_lines([timeline(recording) for _, recording in sorted(recordings.items())])
+    if options.out == "-":
+        for line in lines:
+            sys.stdout.write(line)
+        return 0
+    out = Path(options.out) if options.out is not None else run / "trace.json"
+    size = write(out, lines)
+    print(f"{out}: {size / 1e6:,.1f} MB, {words.ranks(recordings)}; open it in ui.perfetto.dev or chrome://tracing")
+    for line in lacks(recordings):
+        print(line)
+    return 0
+
+
+def write(out: Path, lines: Iterator[str]) -> int:
+    """Replace `out` by the lines, compressed where its name ends in .gz, whole or not at all; its size in bytes.
+
+    Raises UsageError where it cannot be written.
+    """
+    new = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        if out.is_dir():
+            raise UsageError(f"-o {out}: it is a directory: name a file in it")
+        if out.exists() and not out.is_file():  # a pipe, /dev/stdout: nothing that could be replaced
+            with out.open("w", encoding="utf-8") as pipe:
+                pipe.writelines(lines)
+            return 0
+        opened = gzip.open if out.suffix == ".gz" else open
+        with opened(new, "wt", encoding="utf-8") as file:
+            file.writelines(lines)
+        new.replace(out)
+        return out.stat().st_size
+    except OSError as error:
+        raise UsageError(f"-o {out}: {error.strerror or error}: choose a file that can be written") from None
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def lacks(recordings: Mapping[int, Recording]) -> list[str]:
+    """What the timeline cannot show, a line each."""
+    found = []
+    everybody = {rank for each in recordings.values() for group in each.groups.values() for rank in group}
+    told = (
+        (everybody - set(recordings), "no record"),
+        ([rank for rank, each in recordings.items() if each.dropped], "older events are overwritten"),
+        ([rank for rank, each in recordings.items() if each.torn], "some events could not be read"),
+        ([rank for rank, each in recordings.items() if each.truncated], "the file is cut off"),
+    )
+    for who, what in told:
+        if who:
+            found.append(f"not shown: {words.ranks(who)}: {what}")
+    if not runs.one_clock(recordings.values()):
+        found.append("the ranks ran on several hosts: their lanes are as far apart as the hosts' clocks")
+    return found
