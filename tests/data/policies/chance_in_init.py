@@ -6,10 +6,12 @@ import random
 from typing import Any
 
 from kernel.sched.fine import Fine
+from kernel.sched.policy import Guarantees
 
 
 class Wrong(Fine):
     name = "wrong"
+    guarantees = Guarantees(decode_bound="epoch")
 
     def __init__(self, limits: Any, config: Any = None) -> None:
         super().__init__(limits, config)

@@ -6,12 +6,14 @@ import os
 from typing import Any
 
 from kernel.sched.fine import Fine
+from kernel.sched.policy import Guarantees
 
 CHOSEN = int(os.environ.get("LOCAL_RANK", "0")) % 2 + 1
 
 
 class Wrong(Fine):
     name = "wrong"
+    guarantees = Guarantees(decode_bound="epoch")
 
     def span(self, now: Any) -> Any:
         return CHOSEN
