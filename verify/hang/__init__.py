@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 from verify.command import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from verify.readers.found import Found
 
 EPILOG: Final = (
     "Exit codes: 0 nothing wrong, 1 a fault found, 2 unusable input, 3 undecided: the evidence does not suffice,"
