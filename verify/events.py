@@ -58,7 +58,10 @@ class State(StrEnum):
 
 
 class Confidence(StrEnum):
-    """Where an event's fields come from."""
+    """Where an event comes from. INFERRED: nobody saw the call itself, so its arguments are on no side of a mismatch.
+
+    How far a call got may be concluded all the same for one that was observed.
+    """
 
     OBSERVED = "observed"
     INFERRED = "inferred"

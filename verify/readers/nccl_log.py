@@ -291,7 +291,7 @@ def finish(events: list[Event]) -> list[Event]:
                     if line:
                         todo.append(line[0])
     return [
-        replace(event, state=State.COMPLETED, confidence=Confidence.INFERRED)
+        replace(event, state=State.COMPLETED)
         if number in done or not event.calls
         else replace(event, state=State.SCHEDULED)
         for number, event in enumerate(events)

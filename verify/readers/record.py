@@ -241,7 +241,7 @@ class _Ring:
         before = (entry.group, entry.seq - 1)
         for calls in (self._calls, self._early):
             if before in calls and calls[before].state is not State.COMPLETED:
-                calls[before] = replace(calls[before], state=State.COMPLETED, confidence=Confidence.INFERRED)
+                calls[before] = replace(calls[before], state=State.COMPLETED)
 
     def _finish(self, keys: Sequence[tuple[str, int]]) -> None:
         for key in keys:
