@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernel.request import Row
+
+Numbers = TypeVar("Numbers", int, Any)
+"""A number, or an array of them."""
 
 
 class KVPool:
@@ -48,8 +51,8 @@ class KVPool:
         """[layers, blocks, block_size, kv_heads, head_dim], a view."""
         return self.storage[:, :, 1].transpose(2, 3)
 
-    def place(self, block: int, position: int) -> int:
-        """Where the token at `position`, in `block`, keeps its first key."""
+    def place(self, block: Numbers, position: Numbers) -> Numbers:
+        """Where the token at `position`, in `block`, keeps its first key; of arrays, element by element."""
         return block * (2 * self.kv_heads * self.block_size) + position % self.block_size
 
     def cells(self, places: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from models.attention import Batch, Fixed, KVPool, attend
 from models.drawn import Drawn, Outbox
 from models.sampling_device import DrawRows, Way, columns, draw, way
 from models.staging import Parcel, Ring
+from models.tables import BlockTables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +34,7 @@ class DeviceSource:
 
     def __init__(self, pool: KVPool, slots: Tensor, vocab: int, flash: FlashAttention | None = None) -> None:
         self.pool, self.slots, self.vocab, self.flash = pool, slots, vocab, flash
+        self.tables = {phase: BlockTables() for phase in Phase}
         device = slots.device
         self.rings = {phase: Ring(device) for phase in Phase}
         self.outbox = Outbox(device, slots.shape[0])
@@ -75,10 +77,9 @@ class DeviceInputs:
             batch = self._batch = Batch(rows, pool, lambda values: _sent(parcel, values))
             self.positions, self.cells = batch.positions, batch.cells
         else:
-            spans = [(row, range(row.start, row.start + count)) for row, count in zip(rows, fed, strict=True)]
-            parcel.put("positions", [at for _, span in spans for at in span], np.int64)
-            places = [pool.place(row.blocks[at // size], at) for row, span in spans for at in span]
-            parcel.put("places", places, np.int64)
+            blocks, positions = source.tables[phase].fed(rows, size)
+            parcel.put("positions", positions, np.int64)
+            parcel.put("places", pool.place(blocks, positions), np.int64)
             flash.stage(parcel, rows)
             self._tensors = parcel.ship()
             self.positions = self._tensors["positions"].view(-1, 1, 1)
@@ -225,6 +226,8 @@ class StaticInputs:
         depths = [start // size + 1 for start in starts]
         parcel.put("kv", list(accumulate(depths + [1] * spare, initial=0)), np.int32)
         parcel.put("last", [start % size + 1 for start in starts] + [1] * spare, np.int32)
-        pages = [block for row, count in zip(rows, depths, strict=True) for block in row.blocks[:count]]
-        parcel.put("pages", [scratch] * self.pages if full else pages + [scratch] * spare, np.int32)
+        if full:
+            parcel.put("pages", np.full(self.pages, scratch, np.int32), np.int32)
+        else:
+            parcel.put("pages", source.tables[Phase.D].pages(rows, depths, [scratch] * spare), np.int32)
         return way(params)
