@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from kernel.record import Kind, Recorder, read, ring_path
 from kernel.request import Phase
 from kernel.topology import Role, World
 from tests.ranks import Me, Ranks
-from verify.attach import attach, environment, rank_of, ring_paths
+from verify.attach import attach, environment, program, rank_of, ring_paths
 from verify.blame import Class
 from verify.readers.record import RecordReader
 from verify.waitgraph import diagnose_events
@@ -307,7 +306,7 @@ def test_a_py_spy_that_fails_leaves_what_linux_says(script: str, said: str, stra
     assert any(said in line and "\n" not in line for line in found.unknown)
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+@pytest.mark.skipif(program("py-spy") is None, reason="py-spy, of the extra `test`, is not installed")
 def test_py_spy_itself(stranger: int) -> None:
     found = attach([stranger])
     assert found.stacks

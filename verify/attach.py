@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,9 +121,14 @@ def _visible(pid: int, name: str) -> Path:
     return Path(name)
 
 
+def program(name: str) -> str | None:
+    """Where a program is: on the path, or beside this interpreter, whose environment need not be on it."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
 def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], list[str]]:
     """Its threads, and what they do not tell."""
-    command = shutil.which(spy) if spy else None
+    command = program(spy) if spy else None
     if command is None:
         return _proc_stacks(pid, rank), [f"pid {pid}: no lines of Python: install py-spy to see them"]
     try:

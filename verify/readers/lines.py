@@ -93,6 +93,11 @@ def whole_file(what: str, path: Path) -> bytes:
     return b"".join(parts)
 
 
+def named(paths: Sequence[Path]) -> str:
+    """Several files by name, in few words."""
+    return ", ".join(path.name for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
 def rank_in(line: str, path: Path) -> int | None:
     """The global rank of a line in a log of several ranks, by its `[rank3]:` prefix, else by the file's name."""
     if found := _RANK_PREFIX.search(line):

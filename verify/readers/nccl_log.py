@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, rank_in, unusable
+from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,10 +89,9 @@ def of_logs(paths: Sequence[Path]) -> Found:
     log = _Log()
     for path in paths:
         log.take(path)
-    source = ", ".join(path.name for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
     if not log.lines:
         raise unusable(WHAT, paths[0], "no line of NCCL_DEBUG_SUBSYS=COLL in it", "set NCCL_DEBUG=INFO as well")
-    return log.found(source)
+    return log.found(named(paths))
 
 
 class _Log:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, rank_in, unusable
+from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,10 +88,9 @@ def of_logs(paths: Sequence[Path]) -> Found:
     lines = _Lines()
     for path in paths:
         lines.take(path)
-    source = ", ".join(path.name for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
     if not lines.kept:
         raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
-    return lines.found(source)
+    return lines.found(named(paths))
 
 
 class _Lines:
