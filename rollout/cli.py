@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed or something was refuted, 2 unusable input,
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -38,6 +39,9 @@ COMMANDS: Final = (
     Command("trace", "a run's record as a timeline for Perfetto and chrome://tracing", "verify.trace:main"),
 )
 
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing that a person can do something about."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name; by default the process's own); its exit code."""
@@ -56,9 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C must not take the exit code away
         return _say(interrupt if interrupt.args else "interrupted", 130)
     except BrokenPipeError:
-        # Whoever read our output has gone; what is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has gone.
+        _silence()
         return 1
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _silence()
+        return _say(f"the output cannot be written ({error.strerror}): make room, or send it elsewhere", 2)
+
+
+def _silence() -> None:
+    """What is still buffered for standard output must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

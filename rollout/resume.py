@@ -37,10 +37,17 @@ def check(out: Path, about: Mapping[str, Any]) -> None:
         raise UsageError(f"--resume: the run in {out} is complete: there is nothing left to do")
     wanted: dict[str, Any] = json.loads(json.dumps(dict(about)))
     for name in SAME:
-        if found.get(name) != wanted.get(name):
+        old, new = found.get(name), wanted.get(name)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):  # only what differs in it
+                name, old, new = next(
+                    (f"{name}.{key}", old.get(key), new.get(key))
+                    for key in sorted(old.keys() | new.keys())
+                    if old.get(key) != new.get(key)
+                )
             raise UsageError(
-                f"--resume: the run in {out} has {name} {found.get(name)!r}, and this command says"
-                f" {wanted.get(name)!r}: give the arguments of its first command (run.json has them)"
+                f"--resume: the run in {out} has {name} {old!r}, and this command says {new!r}: give the arguments of"
+                " its first command (run.json has them)"
             )
 
 

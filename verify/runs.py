@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kernel.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kernel.record import Recording
 
@@ -45,9 +45,14 @@ def find(path: str, *, newest: bool = False) -> Path:
     if not inside:
         raise UsageError(f"run {path!r}: no rank<k>.ring in it: give a directory that `turnstile rollout` wrote")
     if len(inside) > 1 and not newest:
-        names = ", ".join(each.name for each in inside[:6]) + (", ..." if len(inside) > 6 else "")
-        raise UsageError(f"run {path!r}: it holds {len(inside)} runs: name one of them: {names}")
+        raise UsageError(f"run {path!r}: {several(inside)}")
     return max(inside, key=lambda each: max(ring.stat().st_ctime for ring in rings(each)))
+
+
+def several(inside: Sequence[Path]) -> str:
+    """What to do about a directory of several runs."""
+    names = ", ".join(each.name for each in inside[:6]) + (", ..." if len(inside) > 6 else "")
+    return f"it holds {len(inside)} runs: name one of them: {names}"
 
 
 def one_clock(recordings: Iterable[Recording]) -> bool:

@@ -21,6 +21,7 @@ EPILOG: Final = (
     "Exit codes: 0 nothing wrong, 1 a fault found, 2 unusable input, 3 undecided: the evidence does not suffice,"
     " and the report says what is missing. With 2 there is one line on standard error and nothing on standard output."
 )
+START: Final = b"<!doctype html>"
 
 
 def parser(name: str) -> Parser:
@@ -49,7 +50,7 @@ def parser(name: str) -> Parser:
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run the command; its exit code. Raises UsageError, one line."""
     given = parser(name).given(arguments)
-    paths, pids = given.get("paths", []), given.get("pid", [])
+    paths, pids = [path for path in given.get("paths", []) if path], given.get("pid", [])
     if not paths and not pids:
         raise UsageError(f"nothing to read: name dumps, logs, a run directory or --pid; see `turnstile {name} --help`")
     if any(pid < 1 for pid in pids):
@@ -68,10 +69,18 @@ def main(name: str, arguments: Sequence[str]) -> int:
     if "html" in given:
         from verify.html import diagnosis_page
 
-        page = diagnosis_page(diagnosis.to_dict(), diagnosis.situation)
-        try:
-            Path(given["html"]).write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--html {given['html']}: cannot be written ({error.strerror})") from None
+        _write(Path(given["html"]), diagnosis_page(diagnosis.to_dict(), diagnosis.situation))
     print(json.dumps(diagnosis.to_dict()) if given.get("json") else as_text(diagnosis))
     return diagnosis.code
+
+
+def _write(out: Path, page: str) -> None:
+    """Write the page, in place of an older page only: evidence is never written over."""
+    try:
+        if out.is_file() and out.stat().st_size:
+            with out.open("rb") as file:
+                if file.read(len(START)).lower() != START:
+                    raise UsageError(f"--html {out}: it exists and is no page: choose another name")
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {out}: cannot be written ({error.strerror})") from None

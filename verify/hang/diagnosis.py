@@ -214,8 +214,9 @@ def _weighed(
             return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
         if ahead := _ahead(found, situation):
             return verdict.undecided(ahead)
-        if not any(event.calls for event in found.events) and not found.stacks:
-            return verdict.undecided("the evidence holds no call and no stack")
+        if not any(event.calls for event in found.events):
+            what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
+            return verdict.undecided(f"the evidence holds {what}")
     return verdict
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.errors import UsageError
 from verify.events import Site
 from verify.readers import pickled
+from verify.readers.found import Damaged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,14 +92,14 @@ def decode(path: Path) -> Dump:
         raise UsageError(f"{path}: no Flight Recorder dump: it has neither entries nor groups; name another file")
     raw = data.get("entries") or []
     if not isinstance(raw, list) or len(raw) > ENTRIES:
-        raise UsageError(f"{path}: damaged: its entries are no list, or more than {ENTRIES:,}; dump it again")
+        raise Damaged(f"{path}: damaged: its entries are no list, or more than {ENTRIES:,}; dump it again")
     entries = []
     for number, each in enumerate(raw):
         try:
             entries.append(_entry(each))
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__} {str(error)[:60]!r}"
-            raise UsageError(f"{path}: entry {number} is damaged ({what}): dump it again, or leave it out") from None
+            raise Damaged(f"{path}: entry {number} is damaged ({what}): dump it again, or leave it out") from None
     entries.sort(key=lambda entry: entry.record)
     whole = bool(entries) and entries[0].record == 0 and entries[-1].record == len(entries) - 1
     rank = data.get("rank")
@@ -119,18 +120,18 @@ def _plain(path: Path) -> Any:
     if large or len(content) > LARGEST:
         raise UsageError(f"{path}: more than {LARGEST >> 20} MiB: no Flight Recorder dump is that large")
     if not content:
-        raise UsageError(f"{path}: empty: the dump was not written; dump it again, or leave the file out")
+        raise Damaged(f"{path}: empty: the dump was not written; dump it again, or leave the file out")
     if content[:1] == b"\x80":
         try:
             return pickled.load(content)
         except pickled.UnsafePickle as error:
             raise UsageError(f"{path}: unsafe pickle, not loaded: {error}; a Flight Recorder dump never does") from None
         except ValueError as error:
-            raise UsageError(f"{path}: damaged pickle ({error}): dump it again, or leave the file out") from None
+            raise Damaged(f"{path}: damaged pickle ({error}): dump it again, or leave the file out") from None
     try:
         return json.loads(content)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(f"{path}: damaged JSON ({str(error)[:80]}): dump it again, or leave the file out") from None
+        raise Damaged(f"{path}: damaged JSON ({str(error)[:80]}): dump it again, or leave the file out") from None
 
 
 def _number(value: Any, default: int = 0) -> int:

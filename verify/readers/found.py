@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kernel.errors import UsageError
 from verify.events import Confidence, Event, Kind, State
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from verify.events import Site
+
+
+class Damaged(UsageError):
+    """A file that its writer did not finish, or that was cut or changed since. In a folder the others still tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
-from verify.readers.found import Found
+from verify.readers.found import Damaged, Found
+from verify.runs import has_rings, several
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,15 +37,19 @@ def gather(paths: Sequence[str | Path]) -> Found:
     known = readers()
     chosen: Chosen = {}
     ignored: list[str] = []
+    damaged: list[str] = []
+    inside: set[Path] = set()
     for path in map(Path, paths):
         if path.is_dir():
-            _folder(path, known, chosen, ignored)
+            inside |= _folder(path, known, chosen, ignored, damaged)
         elif (reader := _reader(path, known)) is not None:
             _take(chosen, reader, path)
         else:
             names = ", ".join(reader.name for reader in known)
             raise UsageError(f"{path}: no format that is known here ({names}): name another file, or its folder")
-    found = [_read(reader, files) for reader, files in chosen.values()]
+    found = [_read(reader, files, inside, damaged) for reader, files in chosen.values()]
+    if damaged:
+        found.append(Found("", unknown=tuple(f"not used: {line}" for line in damaged[:4])))
     if ignored:
         names_ = ", ".join(sorted(ignored)[:3]) + (f" and {len(ignored) - 3} more" if len(ignored) > 3 else "")
         found.append(Found("", unknown=(f"not read, of no known format: {names_}",)))
@@ -55,10 +60,13 @@ Chosen = dict[str, "tuple[Reader, list[Path]]"]
 """Name of a reader -> the reader and what it is to read."""
 
 
-def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, ignored: list[str]) -> None:
+def _folder(
+    folder: Path, known: Sequence[Reader], chosen: Chosen, ignored: list[str], damaged: list[str]
+) -> set[Path]:
+    """Choose what to read of a folder; its own files that are of a known format."""
     if (whole := next((reader for reader in known if reader.recognises(folder, b"")), None)) is not None:
         _take(chosen, whole, folder)
-        return
+        return set()
     files: list[Path] = []
     folders: list[Path] = []
     try:
@@ -70,16 +78,24 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, ignored: list
         raise UsageError(f"{folder}: cannot be read ({error.strerror}): name a folder that can") from None
     if len(files) > MOST_FILES:
         raise UsageError(f"{folder}: {len(files):,} files: name a folder that holds the evidence of one job only")
-    taken = 0
+    taken: set[Path] = set()
     for file in files:
-        if file.is_file() and (reader := _reader(file, known)) is not None:
-            _take(chosen, reader, file)
-            taken += 1
-        else:
+        try:
+            reader = _reader(file, known) if file.is_file() else None
+        except Damaged as error:
+            damaged.append(str(error))
+            continue
+        if reader is None:
             ignored.append(file.name)
+        else:
+            _take(chosen, reader, file)
+            taken.add(file)
     if not taken:
+        if runs_ := [each for each in folders if has_rings(each)]:
+            raise UsageError(f"{folder}: {several(runs_)}")
         below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
         raise UsageError(f"{folder}: holds no evidence that is known here: {below}")
+    return taken
 
 
 def _take(chosen: Chosen, reader: Reader, path: Path) -> None:
@@ -100,11 +116,35 @@ def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
     if not head:
-        raise UsageError(f"{path}: empty: nothing was written to it; leave it out")
+        raise Damaged(f"{path}: empty: nothing was written to it; leave it out")
     return next((reader for reader in known if reader.recognises(path, head)), None)
 
 
-def _read(reader: Reader, files: Sequence[Path]) -> Found:
+def _read(reader: Reader, files: Sequence[Path], inside: set[Path], damaged: list[str]) -> Found:
+    """What the files of one format tell. Damaged ones are left out, with a line in `damaged`, if they lay `inside` a
+    folder beside others: a job that hangs often has a dump half written.
+    """
+    try:
+        return _all(reader, files)
+    except Damaged:
+        whole = []
+        for file in files:
+            try:
+                reader.read(file)
+            except Damaged as error:
+                if file not in inside:
+                    raise
+                damaged.append(str(error))
+            except UsageError:
+                whole.append(file)  # whatever is wrong with it, it shows again among the others
+            else:
+                whole.append(file)
+        if not whole:
+            raise
+        return _all(reader, whole)
+
+
+def _all(reader: Reader, files: Sequence[Path]) -> Found:
     # Some formats say more together than one by one.
     if (together := getattr(reader, "read_all", None)) is not None:
         found: Found = together(files)

@@ -17,7 +17,6 @@ computing, and counts as having called what it has enqueued.
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import time
@@ -25,11 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kernel.errors import UsageError
 from kernel.record import HOST, Kind, Recording, read, read_run
 from kernel.record.layout import MAGIC
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import Found
+from verify.runs import has_rings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ class RecordReader:
     def recognises(self, path: Path, head: bytes) -> bool:
         """A ring file, a run directory or its `record` folder."""
         if path.is_dir():
-            return any(_rings(folder) for folder in (path / "record", path))
+            return has_rings(path)
         return head.startswith(MAGIC)
 
     def read(self, path: Path) -> Found:
@@ -67,6 +68,18 @@ class RecordReader:
             return of_recordings(read_run(path), path.name, self.patience_s)
         recording = read(path)
         return of_recordings({recording.rank: recording}, path.name, self.patience_s)
+
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The records of one run, of one host or of several. Raises UsageError where two of them are of one rank."""
+        known: dict[int, Path] = {}
+        recordings: dict[int, Recording] = {}
+        for path in paths:
+            mine = read_run(path) if path.is_dir() else {(one := read(path)).rank: one}
+            for rank, recording in mine.items():
+                if rank in known:
+                    raise UsageError(f"{known[rank]} and {path} both hold rank {rank}: name the record of one run")
+                known[rank], recordings[rank] = path, recording
+        return of_recordings(recordings, ", ".join(path.name for path in paths), self.patience_s)
 
 
 READER = RecordReader()
@@ -122,13 +135,6 @@ def alive(recording: Recording) -> bool | None:
         return None
     # A container that shares this directory has a name and process numbers of its own.
     return False if recording.host == platform.node() else None
-
-
-def _rings(folder: Path) -> bool:
-    try:
-        return any(re.fullmatch(r"rank\d{1,9}\.ring", name) for name in os.listdir(folder))
-    except (OSError, ValueError):
-        return False
 
 
 class _Ring:

@@ -77,6 +77,8 @@ def write(out: Path, lines: Iterator[str]) -> int:
     try:
         if out.is_dir():
             raise UsageError(f"-o {out}: it is a directory: name a file in it")
+        if out.suffix == ".ring":
+            raise UsageError(f"-o {out}: that is a rank's record: choose another name")
         if out.exists() and not out.is_file():  # a pipe, /dev/stdout: nothing that could be replaced
             with out.open("w", encoding="utf-8") as pipe:
                 pipe.writelines(lines)
