@@ -449,7 +449,11 @@ def test_another_run_is_not_resumed(
     assert cli.main(["rollout", *SMALL, "--out", str(out)]) == 1
     rows = (out / "requests.jsonl").read_bytes()
     capfd.readouterr()
-    other = ((["--rows", "7"], "rows 64"), (["--seed", "3"], "trace.seed 0, and this command says 3"), (["--policy", "normal"], "policies"))
+    other = (
+        (["--rows", "7"], "rows 64"),
+        (["--seed", "3"], "trace.seed 0, and this command says 3"),
+        (["--policy", "normal"], "policies"),
+    )
     for changed, name in other:
         assert cli.main(["rollout", *SMALL, *changed, "--out", str(out), "--resume"]) == 2
         err = capfd.readouterr().err
