@@ -242,17 +242,18 @@ def test_idle_replicas_take_part(world: World, path: Path) -> None:
 
 @pytest.mark.parametrize("world", [World(1), World(2, 1, 1), World(4, 2, 4)], ids=str)
 def test_bfloat16_is_as_close_as_transformers(world: World, path: Path, oracle: Oracle) -> None:
-    """Rounding flips routes in so small a model, so single tokens may be far off; the mean tells."""
+    """Rounding flips routes in so small a model, and processors round differently, so single tokens may be far off: the
+    median tells."""
     team, theirs = Team(path, world, dtype="bfloat16"), Oracle(path, torch.bfloat16)
-    contexts = [team.admit(n % world.adp, prompt(n, 6 + n), 40) for n in range(6)]
-    serve(team, contexts, 8)
+    contexts = [team.admit(n % world.adp, prompt(n, 6 + n), 20 + n) for n in range(12)]
+    serve(team, contexts, 12)
     ours, other = [], []
     for context in contexts:
         expected, rounded = oracle.logprobs(context), theirs.logprobs(context)
         found = torch.tensor([sampled.logprob for sampled in context.drawn])
         ours.append((found - expected).abs())
         other.append((rounded - expected).abs())
-    assert torch.cat(ours).mean() < 2 * torch.cat(other).mean() < 0.5
+    assert torch.cat(ours).median() < 1.5 * torch.cat(other).median() < 0.2
 
 
 def test_a_token_past_its_blocks_is_an_error(single: Team) -> None:
