@@ -1,0 +1,107 @@
+"""The watcher of a run: a process of its own beside the launcher, which it neither asks nor keeps waiting.
+
+Lines of JSON on its standard input say what to do, and its end says that nobody is left who would want to know:
+
+    {"watch": FOLDER}    follow the rings that appear in this run directory from now on; answered by {"ready": FOLDER}
+    {"end": FAILED}      the run is over; where it failed, look once more and say why
+
+and on its standard output it says what it found:
+
+    {"report": TEXT, "diagnosis": {...}, "ns": WHEN, "run": FOLDER}     a certain fault: `turnstile hang`'s report, once
+    {"trouble": TEXT}                                                   it cannot go on, and ends
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from kernel.errors import UsageError
+from verify.hang.text import as_text
+from verify.live.check import Check
+from verify.live.rings import Rings
+
+EVERY_S: Final = 0.25
+"""Between two looks. A ring is told by the second look after its last call, so about 0.5 s after it has closed."""
+SHARE: Final = 4.0
+"""Sleep at least so many times as long as the last look took: a large world must not cost a whole core."""
+NICE: Final = 5
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Watcher:
+    """Follows one run directory after the other and says on `out` what is wrong. every_s: between two looks."""
+
+    def __init__(self, out: Any, every_s: float = EVERY_S) -> None:
+        self._out, self._every_s = out, every_s
+        self._rings: Rings | None = None
+        self._check = Check()
+        self._folder = ""
+
+    def obey(self, line: str) -> bool:
+        """Do what a line of the launcher says; False when that was to end."""
+        said = json.loads(line)
+        if "watch" in said:
+            self._folder = str(said["watch"])
+            self._rings, self._check = Rings(Path(self._folder), only_new=True), Check()
+            self._say({"ready": self._folder})
+            return True
+        if said.get("end"):
+            self.look()
+            self.look()  # what stood in the first stands in the second: two make a fault certain
+        return False
+
+    def look(self) -> float:
+        """Look once; seconds until the next look is due."""
+        began = time.monotonic()
+        # A run that has not begun to record is no news, and neither is a ring that is being replaced.
+        with suppress(UsageError):
+            if self._rings is not None and (found := self._check.take(self._rings.look())) is not None:
+                said = {"report": as_text(found), "diagnosis": found.to_dict(), "run": self._folder}
+                self._say({**said, "ns": time.monotonic_ns()})
+        return max(self._every_s, SHARE * (time.monotonic() - began))
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+
+def main() -> int:
+    """Entry point of the process: obey standard input until its end; the exit code."""
+    # The launcher's end closes our input; should we be in the middle of a long look then, this ends us at once.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(NICE)
+    watcher = Watcher(sys.stdout)
+    pending, due = b"", time.monotonic()
+    try:
+        while True:
+            ready, _, _ = select.select([0], [], [], max(0.0, due - time.monotonic()))
+            if ready:
+                data = os.read(0, 65536)
+                if not data:
+                    return 0
+                *lines, pending = (pending + data).split(b"\n")
+                if not all(watcher.obey(line.decode()) for line in lines):
+                    return 0
+            elif time.monotonic() >= due:
+                due = time.monotonic() + watcher.look()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        watcher._say({"trouble": f"{type(error).__name__}: {error}"})
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
