@@ -400,3 +400,23 @@ def test_the_graph_names_what_is_lacking(tmp_path: Path) -> None:
     (op,) = (node for node in graph if graph.nodes[node].get("label") == "AR D.TP #1")
     assert set(graph.predecessors(op)) == {("device", 0, "D"), ("device", 1, "D")}
     assert set(graph.successors(op)) == {("host", 2, "")}
+
+
+def test_what_is_queued_behind_a_call_is_left_out_and_makes_nobody_a_root(tmp_path: Path) -> None:
+    """Rank 0 waits for D 1, which stands behind D 0, which rank 1 has not launched."""
+    recs = [writer(tmp_path, rank, size=2) for rank in range(2)]
+    for seq in (1, 2):
+        submit(recs[0], f"D {seq - 1}")
+        call(recs[0], Kind.ENQUEUE, seq)
+    recs[0].event(Kind.HOST_WAIT_ENTER, b=recs[0].site("D 1"))
+    enter(recs[1], 1)
+    frame = Follower(tmp_path, stalled_s=0).look()
+    assert frame.check is not None
+    assert not any(row.blocks for row in frame.rows)
+    calls = Follower(tmp_path, stalled_s=0)
+    recs[1].event(Kind.EXCHANGE_LEAVE, seq=1, b=recs[1].site("pre-d"))
+    frame = calls.look()
+    assert [row.rank for row in frame.rows if row.blocks] == [1]
+    submit(recs[0], "D 2")
+    call(recs[0], Kind.ENQUEUE, 3)
+    assert not any("#3" in line for line in calls.look().waits)

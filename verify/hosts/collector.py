@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 ROUND_S: Final = 1.0
 """For all answers to a round."""
+GATHER_S: Final = 5.0
+"""For the agents of the other hosts, after the first one."""
 STRANGE_S: Final = 5.0
 """For whoever connects to say who it is."""
 STRANGERS: Final = 64
@@ -98,6 +100,14 @@ class Collector:
         host, port = self.address
         where = f"turnstile top --agent {host}:{port} --token-file {self._token_file} RUN-DIRECTORY"
         print(f"turnstile: on each host of the run: {where}", file=sys.stderr, flush=True)
+
+    def gather(self, patience_s: float = GATHER_S) -> None:
+        """Wait for an agent, and then until all ranks are told of, or for so long."""
+        end = None
+        while not (look := self.read()).whole and (end is None or time.monotonic() < end):
+            if look.facts and end is None:
+                end = time.monotonic() + patience_s
+            time.sleep(0.05)
 
     def __enter__(self) -> Self:
         return self

@@ -171,7 +171,7 @@ def _row(rank: int, data: Any) -> Row:
             raise wire.Malformed(f"{name} of a row is no {kinds[name]}")
         if isinstance(value, str):
             wire.text(value, name)
-        elif isinstance(value, int):
+        elif isinstance(value, int) and not isinstance(value, bool):
             wire.whole(value, name, -(1 << 62))
     if given["rank"] != rank:
         raise wire.Malformed("a row of another rank")

@@ -10,7 +10,8 @@ waits that it shows is certain all the same:
 2. *The record is behind by the right half.* A rank records that it enqueues, launches or arrives before it does, and
    that it left or finished afterwards. So a call that is not in the record was not made, while a wait that is open in
    the record may be over. But the first member of the ring to be through would have needed a call that the next one
-   makes after its own wait, and that is not in the record: none was first.
+   makes after its own wait, and that is not in the record: none was first. (The same argument bears readings at
+   different moments, so that 1 is there for what 3 assumes, and against a mistake in either.)
 3. *Nothing else helps.* A stream takes its work in order, so a launch behind the ring's is stuck as it is. A host may
    have more tasks than the one that waits: a turn of several tasks could make the lacking call while another of them
    waits. They wait for what the device does, for the exchange or for P to stand at a boundary; so a host counts as

@@ -139,7 +139,8 @@ class Rings:
     def look(self) -> Look:
         """Read on in all rings. Raises UsageError where there is no usable ring, and never was one."""
         trouble: UsageError | None = None
-        for path in sorted(runs.rings(self.run), key=lambda each: int(each.stem[4:])):
+        known = {one.follower.path for one in self._ranks.values()}  # one that was taken away is followed to its end
+        for path in sorted(known | set(runs.rings(self.run)), key=lambda each: int(each.stem[4:])):
             if path in self._old and self._old[path] == _inode(path):
                 continue  # a ring takes its place while it is still there, and so has another number
             rank = int(path.stem[4:])

@@ -161,6 +161,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
         assert options.token_file is not None
         with Collector(options.collect, options.token_file, options.silent_s) as collector:
             collector.announce()
+            if options.json or options.once:
+                collector.gather()
             return _show(options, collector)
     if options.check:
         from verify.top.checking import check_run

@@ -119,7 +119,7 @@ def frame_of(
     """A frame of what a look found; `check` takes the look. size: ranks that there should be, 0 where not known."""
     check.take(look, always=True)
     shown = dict(rows)
-    graph = waits.shown(check.newest) if check.newest is not None else waits.nothing()
+    graph = waits.shown(check.newest, check.ring) if check.newest is not None else waits.nothing()
     standing = {rank for rank, row in rows.items() if row.status in STANDING}
     for rank in waits.blockers(graph, standing) & rows.keys():
         shown[rank] = replace(shown[rank], blocks=True)

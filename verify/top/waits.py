@@ -26,9 +26,14 @@ def nothing() -> nx.DiGraph[Any]:
     return nx.DiGraph()
 
 
-def shown(diagnosis: Diagnosis) -> nx.DiGraph[Any]:
-    """The graph of a diagnosis, its operations labelled as a record names them, with the streams that are in them."""
+def shown(diagnosis: Diagnosis, ring: Collection[Any] = ()) -> nx.DiGraph[Any]:
+    """The graph of a diagnosis, its operations labelled as a record names them, with the streams that are in them.
+
+    Operations that are only queued behind others are left out: they wait for no more than these do.
+    """
     graph: nx.DiGraph[Any] = diagnosis.graph.copy() if diagnosis.graph is not None else nx.DiGraph()
+    kept = _in_front(graph, ring)
+    graph.remove_nodes_from([node for node in graph if node[0] == "op" and node not in kept])
     for op in [node for node in graph if node[0] == "op"]:
         meeting: Meeting = graph.nodes[op]["meeting"]
         graph.nodes[op]["label"] = _label(meeting)
@@ -41,6 +46,24 @@ def shown(diagnosis: Diagnosis) -> nx.DiGraph[Any]:
                 graph.add_node(actor, rank=launch.rank, label=f"rank {launch.rank}'s {call.stream} stream")
                 graph.add_edge(actor, op)
     return graph
+
+
+def _in_front(graph: nx.DiGraph[Any], ring: Collection[Any]) -> set[Any]:
+    """The operations in which somebody waits in front, those of the ring, and whatever else these wait for."""
+    kept: set[Any] = set()
+    todo = [node for node, data in graph.nodes(data=True) if node[0] == "op" and (data.get("active") or node in ring)]
+    todo += [op for node in graph if node[0] == "host" for op in _first(graph, node)]
+    while todo:
+        if (op := todo.pop()) not in kept:
+            kept.add(op)
+            todo += [needed for actor in graph.successors(op) for needed in _first(graph, actor)]
+    return kept
+
+
+def _first(graph: nx.DiGraph[Any], actor: Any) -> list[Any]:
+    """Of the operations that an actor waits for, those with somebody in front, if there are any."""
+    ops = list(graph.successors(actor))
+    return [op for op in ops if graph.nodes[op].get("active")] or ops
 
 
 def _label(meeting: Meeting) -> str:
@@ -74,7 +97,7 @@ def told(graph: nx.DiGraph[Any], cycle: Sequence[Any]) -> list[str]:
         names = [_name(graph, node) for node in ring]
         steps = [f"{names[at]} waits in {names[at + 1]} for {names[at + 2]}" for at in range(0, len(names) - 2, 2)]
         lines.append("in a ring: " + "; ".join(steps))
-    ops = [node for node in graph if node[0] == "op" and graph.out_degree(node) and graph.in_degree(node)]
+    ops = [node for node in graph if node[0] == "op" and graph.out_degree(node)]
     for op in sorted(ops, key=str):
         waiting = words.ranks(graph.nodes[node]["rank"] for node in graph.predecessors(op))
         verb = "waits" if waiting.startswith("rank ") else "wait"
