@@ -114,7 +114,7 @@ class Watch:
     def _report(self, said: dict[str, Any]) -> None:
         diagnosis = said["diagnosis"]
         report_files.write(self._out / "hang.txt", said["report"].encode() + b"\n")
-        report_files.write_json(self._out / "hang.json", {**diagnosis, "run": said["run"]})
+        report_files.write_json(self._out / "hang.json", {**diagnosis, "run": said["run"], "monotonic_ns": said["ns"]})
         # Calls that differ may complete; whoever waits in a ring, or for one that has ended, waits for ever.
         if self._abort and self._engine is not None and diagnosis["class"] != "mismatch":
             ranks = ", ".join(map(str, diagnosis["ranks"]))

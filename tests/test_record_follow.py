@@ -146,3 +146,29 @@ def test_a_ring_that_is_cut_while_it_is_followed_is_no_crash(tmp_path: Path) -> 
     os.truncate(rec.path, 10)
     with pytest.raises(UsageError, match="cut off"):
         follower.look()
+
+
+@given(counts=st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=12))
+def test_what_is_held_is_handed_out_by_the_next_look(
+    counts: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rec = recorder(tmp_path_factory.mktemp("f") / "r.ring", capacity=4096)
+    follower, known, written = RingFollower(rec.path), list[int](), 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(following, "HELD", 64)
+        for count, look in counts:
+            for number in range(written, written + count):
+                rec.event(Kind.PLAN, a=number)
+            rec.event(Kind.MARK, b=rec.site("a remark"))
+            written += count + 1
+            newest, closed = follower.hold()
+            assert (newest, closed) == (max([each.number for each in read(rec.path).events if each.kind is Kind.PLAN],
+                                            default=-1), False)  # fmt: skip
+            if look:
+                recording, fresh = follower.look()
+                found = [event.number for event in recording.events]
+                known = found if fresh else known + found
+                assert recording.dropped == known[0]
+                assert recording.torn == 0
+                assert known == list(range(known[0], written))
+                assert known[0] == 0 or len(known) >= 32

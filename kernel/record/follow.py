@@ -15,12 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kernel.record.layout import CLOSED_AT, EVENT, HEADER_AT, USED_AT, WORD
+from kernel.record.layout import CLOSED_AT, EVENT, HEADER_AT, KIND_AT, USED_AT, WORD, Kind
 from kernel.record.reader import Recording, decode, parse_strings, read, read_bytes, read_head, unusable, whole
 
 if TYPE_CHECKING:
     from kernel.record.reader import Event, Head
 
+HELD: Final = 1 << 14
+"""Events that `hold` keeps for the next look, the newest ones."""
 AHEAD: Final = 256
 """Slots of one read. No thread falls back so far behind the others that so many later events hide its own."""
 
@@ -55,19 +57,49 @@ class RingFollower:
         """Stamp of the next event: that of the newest one, plus one."""
         self._awaited: set[int] = set()
         """Stamps below `_next` that no look has found yet."""
+        self._held: dict[int, bytes] = {}
+        """Stamp -> slot, of what was read and not handed out yet."""
+        self._anew: Look | None = None
+        """What precedes them, and was not handed out either."""
+        self._moved = -1
 
     def look(self) -> Look:
         """Read what is new. Raises UsageError, one line, when the file is no ring, or is gone and was never read.
 
         A ring whose file was taken away is followed on while it is open.
         """
+        self.hold()
+        assert self._head is not None
+        assert self._recording is not None
+        names = ["", *self._head.groups]
+        if self._held:
+            self._grow_strings(self._head)
+        events: list[Event] = []
+        for stamp in sorted(self._held):
+            if (event := decode(self._held[stamp], self._strings, names)) is not None:
+                events.append(event)
+        first, self._anew, self._held = self._anew, None, {}
+        if first is None:
+            return Look(replace(self._recording, events=events), fresh=False)
+        before, torn = first.recording.events, first.recording.torn + self._recording.torn
+        return Look(replace(self._recording, events=[*before, *events], torn=torn), fresh=True)
+
+    def hold(self) -> tuple[int, bool]:
+        """Read what is new and keep it for the next look, which is cheaper than to look. Raises UsageError as `look`.
+
+        Returns the number of the newest event that is more than a remark (-1: none), and whether the ring was closed.
+        Of more than `HELD` events the newest are kept, and the next look is then fresh.
+        """
         try:
             changed = self._open()
             if changed or self._head is None or self._recording is None:
-                return self._whole()
-            return self._step(self._head, self._recording)
+                self._whole()
+            else:
+                self._step(self._head, self._recording)
         except OSError as error:
             raise unusable(self.path, error.strerror or str(error)) from None
+        assert self._recording is not None
+        return self._moved, self._recording.closed_ns is not None
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -100,8 +132,8 @@ class RingFollower:
         self._inode = (opened.st_dev, opened.st_ino)
         return True
 
-    def _whole(self) -> Look:
-        """Everything that the ring holds."""
+    def _whole(self) -> None:
+        """Take everything that the ring holds."""
         self._forget()
         self._head = read_head(self.path, self._fd)
         closed = self._words()[1]  # before the events: what is closed has written its last one
@@ -115,18 +147,22 @@ class RingFollower:
             self._awaited -= set(range(events[0].number + 1))
         else:
             self._next = 1
+        self._moved = max((event.number for event in events if event.kind is not Kind.MARK), default=-1)
         self._recording = replace(
             recording, path=self.path, events=[], closed_ns=closed or None, torn=len(self._awaited)
         )
-        return Look(replace(self._recording, events=events, torn=recording.torn), fresh=True)
+        torn = recording.torn - len(self._awaited)
+        self._anew = Look(replace(self._recording, events=events, torn=torn), fresh=True)
 
-    def _step(self, head: Head, before: Recording) -> Look:
+    def _step(self, head: Head, before: Recording) -> None:
+        """Take what is new."""
         closed = self._words()[1]
         slots: dict[int, bytes] = {}
         while True:
             found, lapped = self._stretch(head, self._next, min(AHEAD, head.capacity))
             if lapped:
-                return self._whole()
+                self._whole()
+                return
             if not found:
                 break
             newest = max(found)
@@ -138,15 +174,18 @@ class RingFollower:
             if stamp in late or overwritten or stamp <= self._next - 1 - head.capacity:
                 self._awaited.discard(stamp)
                 slots |= late
-        if slots:
-            self._grow_strings(head)
-        names = ["", *head.groups]
-        events: list[Event] = []
-        for stamp in sorted(slots):
-            if (event := decode(slots[stamp], self._strings, names)) is not None:
-                events.append(event)
+        for stamp in sorted(slots, reverse=True):
+            if slots[stamp][KIND_AT] != Kind.MARK:
+                self._moved = max(self._moved, stamp - 1)
+                break
+        self._held |= slots
         self._recording = replace(before, closed_ns=closed or None, torn=len(self._awaited))
-        return Look(replace(self._recording, events=events), fresh=False)
+        if len(self._held) > HELD:
+            kept = sorted(self._held)[-(HELD // 2) :]
+            self._held = {stamp: self._held[stamp] for stamp in kept}
+            # As a ring that holds no more than these.
+            self._recording = replace(self._recording, dropped=kept[0] - 1)
+            self._anew = Look(replace(self._recording, torn=0), fresh=True)
 
     def _stretch(self, head: Head, first: int, count: int) -> tuple[dict[int, bytes], bool]:
         """Stamp -> slot of those of the events first, ..., first + count - 1 that are whole, and whether one of these

@@ -90,6 +90,13 @@ class _Rank:
         self.number = max((e.number for e in recording.events if e.kind is not Kind.MARK), default=self.number)
         self.step = step
 
+    def peek(self, boot: str) -> tuple[int, bool, bool]:
+        """See `Rings.peek`."""
+        assert self.ring is not None
+        process = writer_state(self.ring.recording, boot)
+        number, closed = self.follower.hold()
+        return number, closed, process is not None and process in GONE
+
     def _runs(self, recording: Recording) -> bool | None:
         return None if self.process is None else self.process not in GONE
 
@@ -136,13 +143,27 @@ class Rings:
         """What the newest look read of each ring."""
         return {rank: each.step for rank, each in sorted(self._ranks.items()) if each.step is not None}
 
+    def peek(self) -> dict[int, tuple[int, bool, bool]]:
+        """What can be seen at little cost: of each rank the number of its newest event that is more than a remark,
+        whether its record is closed, and whether its process is gone. Raises UsageError as `look`.
+
+        What is read is kept for the next look.
+        """
+        if self._ranks.keys() != {int(path.stem[4:]) for path in self._paths()}:
+            self.look()
+        return {rank: one.peek(self._boot) for rank, one in sorted(self._ranks.items())}
+
+    def _paths(self) -> list[Path]:
+        """The rings to read, by rank."""
+        known = {one.follower.path for one in self._ranks.values()}  # one that was taken away is followed to its end
+        # A ring takes the place of another while that is still there, and so has another number.
+        new = {path for path in runs.rings(self.run) if path not in self._old or self._old[path] != _inode(path)}
+        return sorted(known | new, key=lambda each: int(each.stem[4:]))
+
     def look(self) -> Look:
         """Read on in all rings. Raises UsageError where there is no usable ring, and never was one."""
         trouble: UsageError | None = None
-        known = {one.follower.path for one in self._ranks.values()}  # one that was taken away is followed to its end
-        for path in sorted(known | set(runs.rings(self.run)), key=lambda each: int(each.stem[4:])):
-            if path in self._old and self._old[path] == _inode(path):
-                continue  # a ring takes its place while it is still there, and so has another number
+        for path in self._paths():
             rank = int(path.stem[4:])
             try:
                 one = self._ranks.get(rank) or _Rank(path)
