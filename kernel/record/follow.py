@@ -21,7 +21,7 @@ from kernel.record.reader import Recording, decode, parse_strings, read, read_by
 if TYPE_CHECKING:
     from kernel.record.reader import Event, Head
 
-HELD: Final = 1 << 14
+HELD: Final = 1 << 13
 """Events that `hold` keeps for the next look, the newest ones."""
 AHEAD: Final = 256
 """Slots of one read. No thread falls back so far behind the others that so many later events hide its own."""

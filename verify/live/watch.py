@@ -30,7 +30,7 @@ from verify.live.check import Check
 from verify.live.rings import Rings
 
 EVERY_S: Final = 0.2
-"""Between two looks. The third one after a ring has closed has seen twice that it stands, and tells of it."""
+"""Between two looks. The fourth one after a ring has closed has judged twice that it stands, and tells of it."""
 SHARE: Final = 4.0
 """Sleep at least so many times as long as the last look took: a large world must not cost a whole core."""
 NICE: Final = 5
@@ -46,6 +46,9 @@ class Watcher:
         self._check = Check()
         self._folder = ""
         self._peeked: dict[int, tuple[int, bool, bool]] = {}
+        self._still: set[int] = set()
+        """Ranks that had not moved the last time."""
+        self._over = False
         self._known = 0
         """Looks at what the rings show now, without a change."""
 
@@ -55,12 +58,13 @@ class Watcher:
         if "watch" in said:
             self._folder = str(said["watch"])
             self._rings, self._check = Rings(Path(self._folder), only_new=True), Check()
-            self._peeked, self._known = {}, 0
+            self._peeked, self._still, self._known = {}, set(), 0
             self._say({"ready": self._folder})
             return True
         if said.get("end"):
+            self._over, self._known = True, 0
             # What stands in one look and in the next is certain; a look that shows something new is followed by two.
-            for _ in range(4):
+            for _ in range(5):
                 self.look()
         return False
 
@@ -75,13 +79,17 @@ class Watcher:
         return max(self._every_s, SHARE * (time.monotonic() - began))
 
     def _worth(self, rings: Rings) -> bool:
-        """Whether there is anything to judge: some rank has not moved since the last time, and that is news.
+        """Whether there is anything to judge: some rank has not moved for two times, and that is news.
 
         Events of a run that moves are not even decoded, and one that stands still is judged three times.
         """
         before, self._peeked = self._peeked, rings.peek()
         self._known = self._known + 1 if before == self._peeked else 0
-        return self._known < 3 and any(before.get(rank) == now for rank, now in self._peeked.items())
+        same = {rank for rank, now in self._peeked.items() if before.get(rank) == now}
+        still, self._still = same & self._still, same
+        if all(closed or gone for _, closed, gone in self._peeked.values()) and not self._over:
+            return False  # nobody is left to wait; whether it failed, the launcher knows
+        return self._known < 5 and bool(still)
 
     def _say(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message) + "\n")

@@ -325,27 +325,27 @@ class Ring:
             if (known := self._early.get(key)) is None:
                 self._enqueue(entry, entry.text, *key, entry.a, "")
                 known = self._calls.pop(key)
-            self._early[key] = replace(known, state=state, site=self._site(entry.site) or known.site)
+            self._early[key] = known.now(state, self._site(entry.site))
         else:
-            self._calls[key] = replace(known, state=state, site=self._site(entry.site) or known.site)
+            self._calls[key] = known.now(state, self._site(entry.site))
         # A group's collectives run one after the other: whatever was torn out, those before it are over.
         before = (entry.group, entry.seq - 1)
         for calls in (self._calls, self._early):
             if before in calls and calls[before].state is not State.COMPLETED:
-                calls[before] = replace(calls[before], state=State.COMPLETED)
+                calls[before] = calls[before].now(State.COMPLETED)
 
     def _finish(self, keys: Sequence[tuple[str, int]]) -> None:
         for key in keys:
             known = self._calls.get(key)
             # A submission also ends by an exception, in the middle of a collective.
             if known is not None and (known.state is not State.STARTED or self.recording.torn):
-                self._calls[key] = replace(known, state=State.COMPLETED)
+                self._calls[key] = known.now(State.COMPLETED)
 
     def _exchange(self, entry: Entry) -> None:
         key = (RENDEZVOUS, entry.seq)
         over = entry.kind is Kind.EXCHANGE_LEAVE
         if (before := self._calls.get((RENDEZVOUS, entry.seq - 1))) is not None:
-            self._calls[RENDEZVOUS, entry.seq - 1] = replace(before, state=State.COMPLETED)
+            self._calls[RENDEZVOUS, entry.seq - 1] = before.now(State.COMPLETED)
         self._calls[key] = Event(
             self.rank,
             What.COLLECTIVE,
