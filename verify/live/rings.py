@@ -10,7 +10,8 @@ from kernel.errors import UsageError
 from kernel.record import Kind, RingFollower
 from verify import runs
 from verify.live.process import GONE, boot_id, writer_state
-from verify.readers.record import CONSEQUENCE, Ring, of_rings, world_of
+from verify.live.ring import LiveRing
+from verify.readers.record import CONSEQUENCE, of_rings, world_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +66,7 @@ class _Rank:
 
     def __init__(self, path: Path) -> None:
         self.follower = RingFollower(path)
-        self.ring: Ring | None = None
+        self.ring: LiveRing | None = None
         self.step: Step | None = None
         self.number = -1
         self.process: str | None = None
@@ -82,7 +83,7 @@ class _Rank:
         if step.fresh or self.ring is None:
             if self.ring is None or not _same(self.ring.recording, recording):
                 self.process = writer_state(recording, boot)
-            self.ring = Ring(recording, world_of([recording]), None, self._runs)
+            self.ring = LiveRing(recording, world_of([recording]), None, self._runs)
             self.damaged = bool(recording.torn)
         self.ring.recording = recording
         self.ring.take(recording.events)

@@ -20,8 +20,6 @@ from __future__ import annotations
 import platform
 import re
 import time
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -237,42 +235,6 @@ class Ring:
         self._say()
         return [*_newest(list(calls.values())), *last]
 
-    def forget(self, keep: int) -> None:
-        """Drop finished calls but the newest `keep` of each group, and what is known of their submissions."""
-        kept: Counter[str] = Counter()
-        for calls in (self._calls, self._early):
-            for key in reversed(list(calls)):
-                if calls[key].state is State.COMPLETED:
-                    kept[key[0]] += 1
-                    if kept[key[0]] > keep:
-                        del calls[key]
-                        self._submission.pop(key, None)
-                        self._sizes.pop(key, None)
-        for label in [label for label in self._members if label not in self.flying][:-keep]:
-            del self._members[label]
-
-    def of_world(self, world: Sequence[int]) -> None:
-        """All ranks are these: what takes part in its exchanges from now on."""
-        if self.everybody.members != tuple(world):
-            self.everybody = Communicator(tuple(world), RENDEZVOUS)
-            for key, call in self._calls.items():
-                if key[0] == RENDEZVOUS:
-                    self._calls[key] = replace(call, communicator=self.everybody)
-
-    @property
-    def busy(self) -> bool:
-        """Whether it may still move by itself, though its host waits in something or calls of it are queued.
-
-        So it is while code of a submission runs that has no call open, and where a turn waits in several tasks, of
-        which one waits for something else than the device.
-        """
-        calls = {**self._early, **self._calls}
-        open_ = [call for call in calls.values() if call.state is not State.COMPLETED]
-        if any(not any(label in call.queues for call in open_) for label in self.flying):
-            return True
-        waits = [text for text in self.waits if not any(_queue(text) in call.queues for call in open_)]
-        return len(waits) + any(call.blocking for call in open_) > 1 or (bool(waits) and len(self.waits) > 1)
-
     @property
     def unsure(self) -> set[tuple[int, str]]:
         """This rank and each group of which it may have made calls that the ring has lost: `Found.unsure`."""
@@ -436,7 +398,7 @@ class Ring:
     def _wait(self, entry: Entry, calls: dict[tuple[str, int], Event]) -> Event:
         """The host's wait, for a submission, for all of P, for a rank, or for something else."""
         text, site = entry.text, self._site(entry.site)
-        stream = _queue(text)
+        stream = queue_of(text)
         mine = [call for call in calls.values() if call.state is not State.COMPLETED and stream in call.queues]
         if mine:
             return Event(self.rank, What.WAIT, streams=(stream,), site=site, state=State.STARTED)
@@ -480,7 +442,7 @@ class Ring:
         return self._sites[text]
 
 
-def _queue(text: str) -> str:
+def queue_of(text: str) -> str:
     """The queue that a host wait is for: all of P, or that of one submission."""
     return "P" if text == "P device" else text
 

@@ -42,11 +42,10 @@ A run on several hosts: `turnstile top --collect ADDR:PORT --token-file FILE` on
 --json as for a run that is read here), and `turnstile top --agent ADDR:PORT --token-file FILE RUN-DIRECTORY` on each.
 Agents send what has changed of their ranks' open calls; one that is silent makes its ranks unknown, and nobody is
 blamed for it."""
-EPILOG: Final = (
-    "Works while the run goes on, while it hangs and after it ended; with Ctrl-C you leave it. Exit codes: 0 shown, or"
-    " with --check: the run has ended and nothing was wrong; 1 --check found a certain fault, or the run failed;"
-    " 2 unusable input; 130 interrupted."
-)
+EPILOG: Final = """\
+Works while the run goes on, while it hangs and after it ended; with Ctrl-C you leave it.
+Exit codes: 0 shown; with --check: 0 the run has ended and nothing was wrong, 1 a certain fault, or the run failed;
+2 unusable input; 130 interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
