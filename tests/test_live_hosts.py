@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from kernel.errors import UsageError
 from kernel.record import Kind
@@ -30,6 +32,8 @@ from verify.hosts import wire
 from verify.hosts.collector import Collector
 from verify.hosts.delta import Receiver, Sender
 from verify.top.follow import Follower
+from verify.top.screen import picture
+from verify.top.web import frame_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -249,6 +253,22 @@ def test_strangers_that_talk_nonsense_cost_the_collector_nothing(tmp_path: Path)
         finally:
             for link in links:
                 link.close()
+
+
+def test_the_page_and_the_screen_show_what_agents_send(tmp_path: Path) -> None:
+    ring(tmp_path / "run")
+    with collector(tmp_path) as made:
+        assert "no agent has told anything yet" in frame_body(made.look())
+        with agent(made.address, tmp_path / "token", tmp_path / "run"):
+            made.gather()
+            frame = until(lambda: next((f for f in [made.look()] if f.check), None))
+    page = frame_body(frame)
+    assert "live check: a certain fault" in page
+    assert "The ring" in page
+    assert json.loads(json.dumps(frame.to_dict()))["check"]["class"] == "cycle"
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(picture(frame))
+    assert "live check: cycle (certain)" in console.export_text()
 
 
 def test_the_run_ends_on_all_hosts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,18 @@ def test_an_event_that_is_written_late_is_handed_out_by_the_look_that_finds_it(
     assert sorted(seen) == list(range(before + 20))
 
 
+def test_what_lies_behind_a_gap_that_nobody_will_fill_counts_as_overwritten(tmp_path: Path) -> None:
+    rec = recorder(tmp_path / "r.ring", capacity=1024)
+    write(rec, 600, 0)
+    for number in (100, 590):
+        at = slot_of(rec, number)
+        rec._map[at : at + EVENT.size] = bytes(EVENT.size)
+    recording, fresh = RingFollower(rec.path).look()
+    assert fresh
+    assert [event.number for event in recording.events] == [*range(101, 590), *range(591, 600)]
+    assert (recording.dropped, recording.torn) == (101, 1), "the late one may still come"
+
+
 def test_a_ring_that_takes_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:
     rec = recorder(tmp_path / "r.ring")
     follower = RingFollower(rec.path)

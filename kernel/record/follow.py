@@ -81,8 +81,7 @@ class RingFollower:
         first, self._anew, self._held = self._anew, None, {}
         if first is None:
             return Look(replace(self._recording, events=events), fresh=False)
-        before, torn = first.recording.events, first.recording.torn + self._recording.torn
-        return Look(replace(self._recording, events=[*before, *events], torn=torn), fresh=True)
+        return Look(replace(self._recording, events=[*first.recording.events, *events]), fresh=True)
 
     def hold(self) -> tuple[int, bool]:
         """Read what is new and keep it for the next look, which is cheaper than to look. Raises UsageError as `look`.
@@ -145,14 +144,24 @@ class RingFollower:
             there = {event.number + 1 for event in events}
             self._awaited = {stamp for stamp in range(max(1, self._next - AHEAD), self._next) if stamp not in there}
             self._awaited -= set(range(events[0].number + 1))
+            # Behind a gap that nobody will fill (the writer was faster than the reading) is as good as overwritten.
+            for at in range(len(events) - 1, 0, -1):
+                gap = range(events[at - 1].number + 2, events[at].number + 1)
+                if gap and not self._awaited.issuperset(gap):
+                    events = events[at:]
+                    break
         else:
             self._next = 1
         self._moved = max((event.number for event in events if event.kind is not Kind.MARK), default=-1)
         self._recording = replace(
-            recording, path=self.path, events=[], closed_ns=closed or None, torn=len(self._awaited)
+            recording,
+            path=self.path,
+            events=[],
+            dropped=events[0].number if events else recording.dropped,
+            closed_ns=closed or None,
+            torn=len(self._awaited),
         )
-        torn = recording.torn - len(self._awaited)
-        self._anew = Look(replace(self._recording, events=events, torn=torn), fresh=True)
+        self._anew = Look(replace(self._recording, events=events), fresh=True)
 
     def _step(self, head: Head, before: Recording) -> None:
         """Take what is new."""
@@ -185,7 +194,7 @@ class RingFollower:
             self._held = {stamp: self._held[stamp] for stamp in kept}
             # As a ring that holds no more than these.
             self._recording = replace(self._recording, dropped=kept[0] - 1)
-            self._anew = Look(replace(self._recording, torn=0), fresh=True)
+            self._anew = Look(self._recording, fresh=True)
 
     def _stretch(self, head: Head, first: int, count: int) -> tuple[dict[int, bytes], bool]:
         """Stamp -> slot of those of the events first, ..., first + count - 1 that are whole, and whether one of these

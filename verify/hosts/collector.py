@@ -206,26 +206,30 @@ class Collector:
     def _accept_and_listen(self, patience_s: float) -> None:
         for key, _ in self._selector.select(patience_s):
             if key.fileobj is self._server:
-                self._accept()
+                for _ in range(STRANGERS):
+                    if not self._accept():
+                        break
             else:
                 self._receive(key.data)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take one connection; False where there is none."""
         try:
             link, peer = self._server.accept()
         except OSError:
-            return
+            return False
         link.setblocking(False)
         strangers = [agent for agent in self._agents if not agent.known]
         if len(strangers) >= STRANGERS or len(self._agents) >= AGENTS:
             link.close()
-            return
+            return True
         with suppress(OSError):
             link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         agent = Agent(link, str(peer[0]))
         self._agents.append(agent)
         self._selector.register(link, selectors.EVENT_READ, agent)
         self._send(agent, {"turnstile": wire.VERSION, "nonce": agent.nonce})
+        return True
 
     def _receive(self, agent: Agent) -> None:
         try:

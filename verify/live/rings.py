@@ -70,7 +70,6 @@ class _Rank:
         self.step: Step | None = None
         self.number = -1
         self.process: str | None = None
-        self.damaged = False
         self.read_ns = 0
 
     def look(self, boot: str) -> None:
@@ -84,7 +83,6 @@ class _Rank:
             if self.ring is None or not _same(self.ring.recording, recording):
                 self.process = writer_state(recording, boot)
             self.ring = LiveRing(recording, world_of([recording]), None, self._runs)
-            self.damaged = bool(recording.torn)
         self.ring.recording = recording
         self.ring.take(recording.events)
         self.ring.forget(KEEP)
@@ -109,7 +107,7 @@ class _Rank:
         gone = self.process is not None and self.process in GONE
         return Facts(
             number=self.number,
-            clear=not (recording.torn or recording.truncated or ring.lost_graphs or self.damaged),
+            clear=not (recording.torn or recording.truncated or ring.lost_graphs),
             ended=bool(raised) or recording.closed_ns is not None or gone,
             failed=bool(raised) or (gone and recording.closed_ns is None),
             gave_up=raised.startswith(CONSEQUENCE),
