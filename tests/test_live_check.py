@@ -308,3 +308,14 @@ def test_check_follows_the_policies_of_one_command(tmp_path: Path, capsys: pytes
     ring(tmp_path / "c")
     assert cli.main(["top", "--check", "--every", "0.05", str(tmp_path)]) == 1
     assert "cycle (certain)" in capsys.readouterr().out
+
+
+def test_ranks_that_have_ended_are_in_no_ring(tmp_path: Path) -> None:
+    """They dropped what they had in their queues: it may never have begun."""
+    recs = [writer(tmp_path, rank) for rank in range(2)]
+    for rank, rec in enumerate(recs):
+        rec.event(Kind.SUBMIT, Phase.D, "D", site=rec.site("D 0"))
+        for group in ("D.TP", "P.TP") if rank else ("P.TP", "D.TP"):
+            rec.event(Kind.ENQUEUE, Phase.D, "D", rec.group(group), 1, b=rec.site("AR"), site=rec.site("x 1"))
+        rec.close()
+    assert watch(tmp_path, 3) is None

@@ -27,10 +27,13 @@ from rollout import cli
 from tests.live_world import LiveWorld
 from tests.test_live_check import enter, ring, writer
 from verify.blame import Class
-from verify.events import Event
+from verify.events import Communicator, Event
+from verify.events import Kind as What
 from verify.hosts import wire
 from verify.hosts.collector import Collector
 from verify.hosts.delta import Receiver, Sender
+from verify.live.rings import Facts, Look
+from verify.readers.found import Found
 from verify.top.follow import Follower
 from verify.top.screen import picture
 from verify.top.web import frame_body
@@ -60,6 +63,19 @@ def test_changes_add_up_to_what_the_agent_sees(data: st.DataObject, tmp_path_fac
     assert not sent["groups"]
     assert not any("set" in changed or "drop" in changed for changed in sent["ranks"].values()), "nothing has moved"
     world.close()
+
+
+@given(orders=st.lists(st.permutations("abcd").flatmap(lambda p: st.integers(0, 4).map(lambda n: p[:n])), max_size=6))
+def test_calls_that_change_their_places_keep_the_order_of_the_host(orders: list[str]) -> None:
+    sender, receiver = Sender(), Receiver()
+    facts = {0: Facts(1, True, False, False, False, False)}
+    for order in orders:
+        events = tuple(
+            Event(0, What.COLLECTIVE, "AR", communicator=Communicator((0, 1), name), sequence=3) for name in order
+        )
+        look = Look(Found("run", events=events), facts)
+        receiver.take(wire.parse(wire.line(sender.changes(look, {}))))
+        assert receiver.ranks[0].events() == list(events)
 
 
 JSON = st.recursive(
