@@ -154,6 +154,7 @@ def main() -> None:
         "commit": commit,
         "python": platform.python_version(),
         "host": f"{platform.machine()} {platform.system()} {platform.release()}, {os.cpu_count()} cores",
+        "load_average": os.getloadavg(),
         "ranks": 4,
         "results": results,
         "hangs": hangs,
