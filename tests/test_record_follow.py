@@ -89,6 +89,31 @@ def test_an_event_that_is_written_late_is_handed_out_by_the_look_that_finds_it(
     assert sorted(seen) == list(range(before + 20))
 
 
+def test_a_slot_that_two_readings_show_differently_waits_for_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rec = recorder(tmp_path / "r.ring")
+    follower = RingFollower(rec.path)
+    follower.look()
+    write(rec, 3, 0)
+    plain, slots = following.read_bytes, [0]
+
+    def mixed(fd: int, at: int, size: int) -> bytes:
+        data = plain(fd, at, size)
+        slots[0] += at >= rec._events_at
+        if at < rec._events_at or slots[0] > 1:
+            return data
+        fields = list(EVENT.unpack_from(data, EVENT.size))  # the second event, half of it another one's
+        fields[5] = 99
+        return data[: EVENT.size] + EVENT.pack(*fields) + data[2 * EVENT.size :]
+
+    monkeypatch.setattr(following, "read_bytes", mixed)
+    found = [event.a for event in follower.look().recording.events]
+    found += [event.a for event in follower.look().recording.events]
+    assert 99 not in found
+    assert sorted(found) == [0, 1, 2]
+
+
 def test_what_lies_behind_a_gap_that_nobody_will_fill_counts_as_overwritten(tmp_path: Path) -> None:
     rec = recorder(tmp_path / "r.ring", capacity=1024)
     write(rec, 600, 0)
