@@ -13,6 +13,7 @@
     ├── PolicyError              a policy's own code raised (rank, round, file and line)
     ├── ModelError               model code awaited, skipped or reordered something it must not
     ├── LeaseExpired             a prefill result outlived the request that asked for it
+    ├── HangFound                the live check found that the run hangs, and ended it
     ├── DeviceFault              a GPU ran out of memory, or reported an error (rank, phase, submission)
     └── RankLost                 a peer ended, or the run was aborted, while we waited for it
 
@@ -28,6 +29,10 @@ class TurnstileError(Exception):
 
 class UsageError(TurnstileError):
     """Input that cannot be used; the command ends with exit code 2."""
+
+
+class HangFound(TurnstileError):
+    """The run hangs for certain, and was ended for that."""
 
 
 class ProtocolError(TurnstileError):

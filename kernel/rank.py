@@ -66,6 +66,7 @@ class Iteration:
     round: int
     turns: list[Turn]
     task: asyncio.Task[Sequence[Sampled | None]]
+    driver: Driver[Sequence[Sampled | None]]
 
 
 class Rank:
@@ -110,6 +111,8 @@ class Rank:
         finally:
             if self._epoch is not None:
                 self._epoch.close()
+            for flight in self._flights:
+                flight.driver.close()  # its stream may end without having begun it
 
     async def _round(self) -> None:
         # A round may find everybody there already and so never wait. The loop must still get to read the inbox: ranks
@@ -263,7 +266,7 @@ class Rank:
         self._journal.submitted(label, Phase.D, calls, plan.bucket, len(rows), sum(sizes))
         event = self._d.stream.submit(partial(_whole, driver), label)
         task = self._spawn(event.wait(), label)
-        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], task))
+        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], task, driver))
 
     def release(self, span: int) -> None:
         """p += span: enqueue P's next segment. An epoch that has ended makes the matched no-work call."""

@@ -44,6 +44,8 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "rows": 64,
         "out": None,
         "resume": False,
+        "live_check": False,
+        "abort_on_cycle": False,
         "json": False,
         "demo": False,
     }
@@ -82,6 +84,8 @@ class Options:
     rows: int
     out: Path | None
     resume: bool
+    live_check: bool
+    abort_on_cycle: bool
     json: bool
 
 
@@ -127,6 +131,18 @@ def parser(command: str) -> Parser:
         "--resume", action="store_true", help="go on with the unfinished run in --out DIR: what is finished stays"
     )
     output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    live = made.add_argument_group("live check")
+    live.add_argument(
+        "--live-check",
+        action="store_true",
+        help="watch the ranks' records in a process beside the run, and report on standard error, as `turnstile hang`"
+        " does, as soon as it is certain that ranks wait for each other in a ring, or for one that has ended",
+    )
+    live.add_argument(
+        "--abort-on-cycle",
+        action="store_true",
+        help="the same, and end the run then: exit code 1, the report in DIR/hang.txt; --resume goes on with it",
+    )
     return made
 
 
@@ -248,6 +264,8 @@ def parse(command: str, argv: Sequence[str]) -> Options:
         rows=values["rows"],
         out=values["out"],
         resume=values["resume"],
+        live_check=values["live_check"] or values["abort_on_cycle"],
+        abort_on_cycle=values["abort_on_cycle"],
         json=values["json"],
     )
 

@@ -7,6 +7,7 @@ policy pays for the ranks' first steps. Repeats go round the policies, so that a
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
@@ -22,6 +23,7 @@ from rollout.args import TINY, Options, parse
 from rollout.progress import Progress
 from rollout.replay import Sink, replay
 from rollout.trace_shape import Shape
+from rollout.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from rollout.trace import Trace, Trajectory
     from verify.intervals import Interval
 
+WARM_UP: Final = "warm-up"
+"""Folder of the warm-up's record, which is made for the live check and taken away when the warm-up has ended well."""
 WARM_UP_TOKENS: Final = 8
 TINY_LAYERS: Final = 4
 MOST_EVENTS: Final = 1 << 18
@@ -204,54 +208,69 @@ def _engine_part(module: str, name: str) -> Any:
 
 
 async def _replay_all(campaign: Campaign) -> None:
-    options, trajectories = campaign.options, campaign.trajectories
+    options = campaign.options
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     sink = Sink(campaign.out / "requests.jsonl", append=options.resume)
     engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
+    warm_up = campaign.out / WARM_UP
     try:
         with Progress(enabled=not options.json) as progress:
-            async with engine_class(
-                campaign.model,
-                options.world,
-                policy=options.policies[0],
-                device=options.device,
-                kv_tokens=options.kv_tokens,
-                prefill_tokens=options.prefill_tokens,
-                rows=options.rows,
-                record_events=_events(campaign),
-            ) as engine:
-                await _warm_up(engine, campaign)
-                for run in campaign.runs:
-                    kept = {row.trajectory for row in run.rows}
-                    left = [each for each in trajectories if each.id not in kept]
-                    if not left:
-                        continue
-                    since = max((row.finished_ns for row in run.rows), default=0)
-                    label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
-                    progress.begin(label, trace.counted(left)[0])
-
-                    def done(row: Row, run: Run = run, since: int = since) -> None:
-                        row = resume.later(row, since)
-                        run.rows.append(row)
-                        sink(row)
-                        progress.advance(row.output_tokens)
-
-                    await engine.flush()
-                    await engine.use_policy(run.policy, record=run.folder)
-                    await replay(
-                        engine,
-                        left,
-                        policy=run.policy,
-                        vocabulary=campaign.config.vocab_size,
-                        seed=options.shape.seed,
-                        repeat=run.repeat,
-                        max_concurrency=options.max_concurrency,
-                        done=done,
-                    )
+            async with Watch(campaign.out, enabled=options.live_check, abort=options.abort_on_cycle) as watch:
+                await watch.follow(warm_up)
+                async with engine_class(
+                    campaign.model,
+                    options.world,
+                    policy=options.policies[0],
+                    device=options.device,
+                    kv_tokens=options.kv_tokens,
+                    prefill_tokens=options.prefill_tokens,
+                    rows=options.rows,
+                    record_events=_events(campaign),
+                    **({"out": warm_up} if options.live_check else {}),
+                ) as engine:
+                    watch.attach(engine)
+                    await _warm_up(engine, campaign)
+                    for run in campaign.runs:
+                        await _replay_run(engine, campaign, run, watch, progress, sink)
     finally:
         sink.close()
+
+
+async def _replay_run(
+    engine: Any, campaign: Campaign, run: Run, watch: Watch, progress: Progress, sink: Sink
+) -> None:
+    """Replay what is left of one run."""
+    options = campaign.options
+    kept = {row.trajectory for row in run.rows}
+    left = [each for each in campaign.trajectories if each.id not in kept]
+    if not left:
+        return
+    since = max((row.finished_ns for row in run.rows), default=0)
+    label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
+    progress.begin(label, trace.counted(left)[0])
+
+    def done(row: Row) -> None:
+        row = resume.later(row, since)
+        run.rows.append(row)
+        sink(row)
+        progress.advance(row.output_tokens)
+
+    await watch.follow(run.folder)
+    await engine.flush()
+    await engine.use_policy(run.policy, record=run.folder)
+    shutil.rmtree(campaign.out / WARM_UP, ignore_errors=True)
+    await replay(
+        engine,
+        left,
+        policy=run.policy,
+        vocabulary=campaign.config.vocab_size,
+        seed=options.shape.seed,
+        repeat=run.repeat,
+        max_concurrency=options.max_concurrency,
+        done=done,
+    )
 
 
 def _events(campaign: Campaign) -> int:

@@ -245,6 +245,10 @@ class Engine:
         if not paused:
             await self.resume()
 
+    def abort(self, error: TurnstileError) -> None:
+        """End everything at once with this error: turns in flight raise it, and so does leaving the engine."""
+        self._failed(error)
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _on_gpus(self, options: DeviceOptions, kv_tokens: int | None, prefill_tokens: int, block_size: int) -> int:

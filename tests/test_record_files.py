@@ -136,7 +136,7 @@ def test_a_slot_is_refused_while_it_is_overwritten(tmp_path: Path, monkeypatch: 
     rec = recorder(tmp_path / "r.ring", capacity=3)
     for number in range(3):
         rec.event(Kind.BOUNDARY, a=number)
-    honest, calls = reader_room._bytes, []
+    honest, calls = reader_room.read_bytes, []
 
     def mixed(fd: int, at: int, size: int) -> bytes:
         data = honest(fd, at, size)
@@ -148,7 +148,7 @@ def test_a_slot_is_refused_while_it_is_overwritten(tmp_path: Path, monkeypatch: 
                 return data[: 2 * EVENT.size] + EVENT.pack(*fields)
         return data
 
-    monkeypatch.setattr(reader_room, "_bytes", mixed)
+    monkeypatch.setattr(reader_room, "read_bytes", mixed)
     assert [event.a for event in read(rec.path).events] == [0, 2]
 
 

@@ -275,6 +275,12 @@ def test_a_trajectory_that_outgrows_the_model_is_refused_with_a_scale_that_fits(
     assert cli.main([*args, "--length-scale", str(float(scale) * 0.95)]) == 0
 
 
+def test_abort_on_cycle_is_a_live_check() -> None:
+    for flags, wanted in ([], (False, False)), (["--live-check"], (True, False)), (["--abort-on-cycle"], (True, True)):
+        options = parse("rollout", flags)
+        assert (options.live_check, options.abort_on_cycle) == wanted
+
+
 def test_demo_has_its_defaults_and_explicit_flags_win() -> None:
     demo = parse("compare", ["--demo"])
     assert (demo.world.size, demo.world.adp, demo.world.ep) == (4, 2, 4)

@@ -21,11 +21,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernel.record import HOST, Kind, Recorder, read, ring_path
+from kernel.record import HOST, Kind, Recorder, RingFollower, read, ring_path
 from kernel.request import Phase
 from rollout import cli
-from verify.top import state, waits, web
-from verify.top.follow import Follower, process_state
+from verify.live.process import process_state
+from verify.top import state, web
+from verify.top.follow import Follower
 from verify.top.state import RankState
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ def leave(rec: Recorder, seq: int, tag: str = "pre-d") -> None:
 
 def call(rec: Recorder, kind: Kind, seq: int, group: str = "D.TP") -> None:
     rec.event(kind, Phase.D, "D", rec.group(group), seq, b=rec.site("AR"), site=rec.site("model.py:7 forward"))
+
+
+def submit(rec: Recorder, label: str) -> None:
+    rec.event(Kind.SUBMIT, Phase.D, "D", a=8, b=3, site=rec.site(label))
 
 
 # -- the state of a rank ---------------------------------------------------------------------------------------------
@@ -85,13 +90,14 @@ def test_following_a_record_comes_to_the_same_as_reading_it_at_once(
     folder = tmp_path_factory.mktemp("follow")
     rec = writer(folder, 0)
     rec.site("a"), rec.site("b"), rec.site("c")
-    followed = RankState(read(rec.path))
+    follower = RingFollower(rec.path)
+    followed = RankState(follower.look().recording)
     for part in parts:
         for event in part:
             rec.event(*event)
-        later = read(rec.path, since=followed.since)
-        assert followed.follows(later)
-        followed.follow(later)
+        later = follower.look()
+        assert not later.fresh
+        followed.follow(later.recording)
     assert told(followed) == told(RankState(read(rec.path)))
 
 
@@ -103,7 +109,7 @@ def test_a_late_event_is_not_lost(tmp_path: Path) -> None:
     whole = read(rec.path)
     followed = RankState(replace(whole, events=whole.events[1:]))
     assert list(followed.open) == [("D.TP", 2)]
-    followed.follow(read(rec.path, since=followed.since))
+    followed.follow(replace(whole, events=whole.events[:1]))
     assert set(followed.open) == {("D.TP", 1), ("D.TP", 2)}
 
 
@@ -171,6 +177,7 @@ def test_of_a_chain_only_its_end_is_blamed(tmp_path: Path) -> None:
     """Rank 0 waits for ranks 1 and 2, and rank 1 for its device, which waits for rank 2."""
     recs = [writer(tmp_path, rank) for rank in range(3)]
     enter(recs[0], 1)
+    submit(recs[1], "D 0")
     call(recs[1], Kind.ENQUEUE, 1)
     call(recs[1], Kind.START, 1)
     recs[1].event(Kind.HOST_WAIT_ENTER, b=recs[1].site("D 0"))
@@ -195,6 +202,7 @@ def test_a_ring_is_found_and_told(tmp_path: Path) -> None:
     """Rank 0's device waits in a collective that rank 1's host has not enqueued; that waits in a rendezvous for rank 0,
     whose host waits for its own device."""
     recs = [writer(tmp_path, rank, size=2) for rank in range(3)]
+    submit(recs[0], "D 3")
     call(recs[0], Kind.ENQUEUE, 1)
     call(recs[0], Kind.START, 1)
     recs[0].event(Kind.HOST_WAIT_ENTER, b=recs[0].site("D 3"))
@@ -279,7 +287,7 @@ def test_one_frame_as_json_and_as_text(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["missing"] == [1]
     assert [row["rank"] for row in found["ranks"]] == [0, 2]
-    assert set(found) == {"run", "about", "ended", "stalled", "missing", "cycle", "waits", "ranks"}
+    assert set(found) == {"run", "about", "ended", "stalled", "missing", "cycle", "waits", "ranks", "check", "hosts"}
     assert cli.main(["top", str(tmp_path)]) == 0  # no terminal: one frame
     text = capsys.readouterr().out
     assert "no record of rank 1" in text
@@ -388,7 +396,27 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 def test_the_graph_names_what_is_lacking(tmp_path: Path) -> None:
     stuck_run(tmp_path)
-    graph = waits.graph_of({rank: RankState(read(ring_path(tmp_path, rank))) for rank in range(3)})
-    op = ("op", "collective", "D.TP", (0, 1, 2), 1)
+    graph = Follower(tmp_path).look().graph
+    (op,) = (node for node in graph if graph.nodes[node].get("label") == "AR D.TP #1")
     assert set(graph.predecessors(op)) == {("device", 0, "D"), ("device", 1, "D")}
     assert set(graph.successors(op)) == {("host", 2, "")}
+
+
+def test_what_is_queued_behind_a_call_is_left_out_and_makes_nobody_a_root(tmp_path: Path) -> None:
+    """Rank 0 waits for D 1, which stands behind D 0, which rank 1 has not launched."""
+    recs = [writer(tmp_path, rank, size=2) for rank in range(2)]
+    for seq in (1, 2):
+        submit(recs[0], f"D {seq - 1}")
+        call(recs[0], Kind.ENQUEUE, seq)
+    recs[0].event(Kind.HOST_WAIT_ENTER, b=recs[0].site("D 1"))
+    enter(recs[1], 1)
+    frame = Follower(tmp_path, stalled_s=0).look()
+    assert frame.check is not None
+    assert not any(row.blocks for row in frame.rows)
+    calls = Follower(tmp_path, stalled_s=0)
+    recs[1].event(Kind.EXCHANGE_LEAVE, seq=1, b=recs[1].site("pre-d"))
+    frame = calls.look()
+    assert [row.rank for row in frame.rows if row.blocks] == [1]
+    submit(recs[0], "D 2")
+    call(recs[0], Kind.ENQUEUE, 3)
+    assert not any("#3" in line for line in calls.look().waits)

@@ -40,6 +40,8 @@ LENGTH: Final = struct.Struct("<I")
 
 EVENT: Final = struct.Struct("<QQqqqQQIHBBQ")
 """stamp, time_ns, seq, round, epoch, a, b, site, group, kind, lane, stamp."""
+KIND_AT: Final = 62
+"""Offset of an event's kind in its slot."""
 SIZES: Final = struct.Struct("<QQq8IIHBBQ")
 """An event of kind SIZES: stamp, time_ns, seq, 8 sizes, member, group, kind, how many, stamp."""
 

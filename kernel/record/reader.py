@@ -131,13 +131,13 @@ def read(path: str | os.PathLike[str], *, since: int = -1) -> Recording:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block here
     except (OSError, ValueError) as error:
-        raise _unusable(path, getattr(error, "strerror", None) or str(error)) from None
+        raise unusable(path, getattr(error, "strerror", None) or str(error)) from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _unusable(path, "not a file")
+            raise unusable(path, "not a file")
         return _read(path, fd, since)
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from None
+        raise unusable(path, error.strerror or str(error)) from None
     finally:
         os.close(fd)
 
@@ -153,32 +153,44 @@ def read_run(run: str | os.PathLike[str], *, since: int = -1) -> dict[int, Recor
     try:
         names = sorted(os.listdir(folder))
     except (OSError, ValueError) as error:
-        raise _unusable(folder, getattr(error, "strerror", None) or str(error)) from None
+        raise unusable(folder, getattr(error, "strerror", None) or str(error)) from None
     recordings = {}
     for name in names:
         if match := re.fullmatch(r"rank(\d{1,9})\.ring", name):
             recording = read(folder / name, since=since)
             if recording.rank != int(match[1]):
-                raise _unusable(folder / name, f"it says that it is of rank {recording.rank}")
+                raise unusable(folder / name, f"it says that it is of rank {recording.rank}")
             recordings[recording.rank] = recording
     if not recordings:
-        raise _unusable(folder, "no rank<k>.ring in it")
+        raise unusable(folder, "no rank<k>.ring in it")
     return recordings
 
 
-def _unusable(path: Path, why: str) -> UsageError:
+def unusable(path: Path, why: str) -> UsageError:
     return UsageError(f"record {str(path)!r}: {why}: give a run directory that `turnstile rollout` wrote")
 
 
-def _read(path: Path, fd: int, since: int) -> Recording:
-    fixed = _bytes(fd, 0, HEADER_AT)
+class Head(NamedTuple):
+    """What a ring file says about itself when it is made. said: the fields of the header, its groups apart."""
+
+    capacity: int
+    strings_at: int
+    room: int
+    events_at: int
+    groups: dict[str, tuple[int, ...]]
+    said: dict[str, Any]
+
+
+def read_head(path: Path, fd: int) -> Head:
+    """The fixed part of a ring file. Raises UsageError when it is no ring, or this part is cut or damaged."""
+    fixed = read_bytes(fd, 0, HEADER_AT)
     if not fixed.startswith(MAGIC):
-        raise _unusable(path, "not a ring file")
+        raise unusable(path, "not a ring file")
     if len(fixed) < HEADER_AT:
-        raise _unusable(path, "cut off inside its header")
+        raise unusable(path, "cut off inside its header")
     _, version, size, capacity, length, room, events_at = PREAMBLE.unpack_from(fixed)
     if version != FORMAT:
-        raise _unusable(path, f"format {version}, and this version reads format {FORMAT}")
+        raise unusable(path, f"format {version}, and this version reads format {FORMAT}")
     if not (
         size == EVENT.size
         and 1 <= capacity <= MAX_CAPACITY
@@ -186,33 +198,39 @@ def _read(path: Path, fd: int, since: int) -> Recording:
         and room <= MAX_STRINGS
         and HEADER_AT + length + room <= events_at <= HEADER_AT + MAX_HEADER + 2 * MAX_STRINGS
     ):
-        raise _unusable(path, "its header is damaged")
-    header = _bytes(fd, HEADER_AT, length)
+        raise unusable(path, "its header is damaged")
+    header = read_bytes(fd, HEADER_AT, length)
     if len(header) < length:
-        raise _unusable(path, "cut off inside its header")
+        raise unusable(path, "cut off inside its header")
     if zlib.crc32(fixed[: PREAMBLE.size] + header) != LENGTH.unpack_from(fixed, CRC_AT)[0]:
-        raise _unusable(path, "its header is damaged")
+        raise unusable(path, "its header is damaged")
     said = _header(path, header)
-    slots = _slots(fd, events_at, capacity)
-    # Strings after events: an event's strings are in the table before the event is written.
-    fixed = _bytes(fd, 0, HEADER_AT)
-    used, closed = WORD.unpack_from(fixed, USED_AT)[0], WORD.unpack_from(fixed, CLOSED_AT)[0]
-    strings = _strings(_bytes(fd, HEADER_AT + length, min(used, room)))
     groups = {name: tuple(members) for name, members in said.pop("groups").items()}
-    decoded = (_decode(slots[stamp], strings, ["", *groups]) for stamp in sorted(slots) if stamp - 1 > since)
+    return Head(capacity, HEADER_AT + length, room, events_at, groups, said)
+
+
+def _read(path: Path, fd: int, since: int) -> Recording:
+    head = read_head(path, fd)
+    slots = _slots(fd, head.events_at, head.capacity)
+    # Strings after events: an event's strings are in the table before the event is written.
+    fixed = read_bytes(fd, 0, HEADER_AT)
+    used, closed = WORD.unpack_from(fixed, USED_AT)[0], WORD.unpack_from(fixed, CLOSED_AT)[0]
+    strings = ["", *parse_strings(read_bytes(fd, head.strings_at, min(used, head.room)))]
+    names = ["", *head.groups]
+    decoded = (decode(slots[stamp], strings, names) for stamp in sorted(slots) if stamp - 1 > since)
     events = [event for event in decoded if event is not None]
     newest = max(slots, default=0) - 1
     oldest = events[0].number if events else newest + 1
     return Recording(
         path=path,
-        groups=groups,
-        capacity=capacity,
+        groups=head.groups,
+        capacity=head.capacity,
         events=events,
         dropped=oldest,
         torn=max(0, newest + 1 - oldest - len(events)),
-        truncated=os.fstat(fd).st_size < events_at + capacity * EVENT.size,
+        truncated=os.fstat(fd).st_size < head.events_at + head.capacity * EVENT.size,
         closed_ns=closed or None,
-        **said,
+        **head.said,
     )
 
 
@@ -241,7 +259,7 @@ def _header(path: Path, data: bytes) -> dict[str, Any]:
             for members in found["groups"].values()
         )
     ):
-        raise _unusable(path, "its header is not that of a ring")
+        raise unusable(path, "its header is not that of a ring")
     return {name: found[name] for name in kinds}
 
 
@@ -253,11 +271,11 @@ def _slots(fd: int, at: int, capacity: int) -> dict[int, bytes]:
     differs from it, or has two stamps.
     """
     for _ in range(TRIES):
-        first = _bytes(fd, at, capacity * EVENT.size)
-        second = _bytes(fd, at, capacity * EVENT.size)
+        first = read_bytes(fd, at, capacity * EVENT.size)
+        second = read_bytes(fd, at, capacity * EVENT.size)
         stamped = False
         slots = {}
-        for stamp, slot in _whole(first, capacity):
+        for stamp, slot in whole(first, capacity):
             stamped = True
             if second[slot : slot + EVENT.size] == first[slot : slot + EVENT.size]:
                 slots[stamp] = second[slot : slot + EVENT.size]
@@ -267,17 +285,17 @@ def _slots(fd: int, at: int, capacity: int) -> dict[int, bytes]:
     return {stamp: slot for stamp, slot in slots.items() if stamp > newest - capacity}
 
 
-def _whole(data: bytes, capacity: int) -> Iterator[tuple[int, int]]:
-    """(stamp, offset) of the slots whose stamps agree with each other and with their place."""
+def whole(data: bytes, capacity: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """(stamp, offset) of the slots whose stamps agree with each other and with their place. first: that of the data."""
     end = len(data) // EVENT.size * EVENT.size
-    for place, (front, back) in enumerate(STAMPS.iter_unpack(memoryview(data)[:end])):
+    for place, (front, back) in enumerate(STAMPS.iter_unpack(memoryview(data)[:end]), first):
         if front == back and front and front % capacity == place:
-            yield front, place * EVENT.size
+            yield front, (place - first) * EVENT.size
 
 
-def _strings(data: bytes) -> list[str]:
-    """The table, by id."""
-    strings, at = [""], 0
+def parse_strings(data: bytes) -> list[str]:
+    """The whole entries of a part of the string table, in order; the ids of the table count from 1."""
+    strings, at = [], 0
     while at + LENGTH.size <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
         at += LENGTH.size
@@ -286,7 +304,7 @@ def _strings(data: bytes) -> list[str]:
     return strings
 
 
-def _decode(slot: bytes, strings: list[str], groups: list[str]) -> Event | None:
+def decode(slot: bytes, strings: list[str], groups: list[str]) -> Event | None:
     """None for a slot that holds no event (damaged)."""
     stamp, time_ns, seq, round_, epoch, a, b, site, group, kind, lane, _ = EVENT.unpack(slot)
     name = groups[group] if group < len(groups) else f"?{group}"
@@ -306,7 +324,7 @@ def _string(strings: list[str], number: int) -> str:
     return strings[number] if number < len(strings) else f"?{number}"
 
 
-def _bytes(fd: int, at: int, size: int) -> bytes:
+def read_bytes(fd: int, at: int, size: int) -> bytes:
     """Up to `size` bytes at `at`, fewer at the end of the file. Not through a mapping: a file may shrink meanwhile."""
     parts = []
     while size > 0 and (part := os.pread(fd, size, at)):

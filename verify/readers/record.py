@@ -20,7 +20,6 @@ from __future__ import annotations
 import platform
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,7 +32,7 @@ from verify.readers.found import Found
 from verify.runs import has_rings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kernel.record import Event as Entry
 
@@ -44,7 +43,7 @@ KEEP: Final = 20_000
 IDLE: Final = "inbox"
 """What a rank waits for that has nothing to do."""
 _SITE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}) (?P<function>.*)", re.DOTALL)
-_CONSEQUENCE: Final = "RankLost:"
+CONSEQUENCE: Final = "RankLost:"
 """An exception that tells of another rank's end."""
 
 
@@ -87,23 +86,38 @@ READER = RecordReader()
 
 def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
     """What the rings of some ranks tell, read at about one moment. moved_ns: nanoseconds since 1970."""
-    everybody = set(recordings)
-    for recording in recordings.values():
+    everybody = world_of(recordings.values())
+    rings = {rank: Ring(recording, everybody, patience_s) for rank, recording in sorted(recordings.items())}
+    for ring in rings.values():
+        ring.take(ring.recording.events)
+    return of_rings(rings, source)
+
+
+def world_of(recordings: Iterable[Recording]) -> tuple[int, ...]:
+    """All ranks that these records know of."""
+    everybody: set[int] = set()
+    for recording in recordings:
+        everybody.add(recording.rank)
         everybody.update(*recording.groups.values())
         size = recording.meta.get("size")
         if isinstance(size, int) and 0 < size <= 1 << 20:
             everybody.update(range(size))
-    world = tuple(sorted(everybody))
+    return tuple(sorted(everybody))
+
+
+def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
+    """What these rings tell, as far as they were taken."""
     events: list[Event] = []
     unknown: list[str] = []
-    for rank, recording in sorted(recordings.items()):
-        ring = _Ring(recording, world, patience_s)
-        events += ring.events()
+    recordings = {rank: ring.recording for rank, ring in rings.items()}
+    everybody = set(world_of(recordings.values()))
+    for rank, ring in sorted(rings.items()):
+        events += ring.standing()
         unknown += [f"{source}: rank {rank}: {text}" for text in ring.unknown]
     if absent := sorted(everybody - set(recordings)):
         told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         unknown.append(f"{source}: no ring of rank {told}")
-    moved = [each.wall(each.events[-1].time_ns) for each in recordings.values() if each.events]
+    moved = [ring.recording.wall(ring.newest_ns) for ring in rings.values() if ring.newest_ns is not None]
     return Found(
         source,
         events=tuple(events),
@@ -111,6 +125,7 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
         expected=frozenset(everybody),
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
+        unsure=frozenset(each for ring in rings.values() for each in ring.unsure),
     )
 
 
@@ -137,14 +152,33 @@ def alive(recording: Recording) -> bool | None:
     return False if recording.host == platform.node() else None
 
 
-class _Ring:
-    """One rank's ring, event by event."""
+class Ring:
+    """One rank's ring, event by event: `take` them as they come, and `standing` says what they amount to.
 
-    def __init__(self, recording: Recording, world: Sequence[int], patience_s: float) -> None:
+    patience_s: see the module; None to conclude nothing from silence. running: whether the writer's process runs.
+    recording: of the reading taken last. newest_ns: of its events. flying: submissions that the device has not
+    finished. raised: the exception that the rank left by. waits: what the host waits in.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        world: Sequence[int],
+        patience_s: float | None,
+        running: Callable[[Recording], bool | None] | None = None,
+    ) -> None:
         self.recording, self.rank = recording, recording.rank
         self.everybody = Communicator(tuple(world), RENDEZVOUS)
         self.unknown: list[str] = []
-        self._patience_ns = int(patience_s * 1e9)
+        self.newest_ns: int | None = None
+        self.flying: set[str] = set()
+        self.raised: Entry | None = None
+        self.waits: dict[str, Entry] = {}
+        self.lost_graphs = 0
+        self._running_process = running or alive
+        self._patience_ns = None if patience_s is None else int(patience_s * 1e9)
+        self._label = ""
+        self._sizes: dict[tuple[str, int], tuple[int, ...]] = {}
         self._calls: dict[tuple[str, int], Event] = {}
         """(group, sequence) -> the collective, in the order of the host's enqueues."""
         self._early: dict[tuple[str, int], Event] = {}
@@ -153,48 +187,61 @@ class _Ring:
         self._members: dict[str, list[tuple[str, int]]] = {}
         """Submission -> its collectives."""
         self._next: dict[str, int] = {}
-        self._waits: dict[str, Entry] = {}
         self._running: dict[str, Entry] = {}
         self._deferred = False
-        self._raised: Entry | None = None
-        self._lost_graphs = 0
         self._comms: dict[str, Communicator] = {}
         self._sites: dict[str, Site | None] = {}
 
-    def events(self) -> list[Event]:
-        """Everything that it tells, in the host's order; what it waits in, or how it left, last."""
-        label = ""
-        for entry in self.recording.events:
+    def take(self, entries: Sequence[Entry]) -> None:
+        """Go on with these events of `recording`."""
+        self._sizes |= self.recording.sizes
+        if entries:
+            self.newest_ns = entries[-1].time_ns
+        for entry in entries:
             match entry.kind:
                 case Kind.SUBMIT:
-                    label = entry.site
-                    self._members.pop(label, None)
-                    self._members[label] = []
+                    self._label = entry.site
+                    self._members.pop(self._label, None)
+                    self._members[self._label] = []
+                    self.flying.add(self._label)
                 case Kind.ENQUEUE if entry.group:
-                    self._enqueue(entry, entry.text, entry.group, entry.seq, entry.a, label)
+                    self._enqueue(entry, entry.text, entry.group, entry.seq, entry.a, self._label)
                 case Kind.GRAPH_LAUNCH:
-                    self._graph(entry, label)
+                    self._graph(entry, self._label)
                 case Kind.START | Kind.FINISH if entry.group:
                     self._progress(entry)
                 case Kind.WORK_START:
                     self._running[entry.site] = entry
                 case Kind.WORK_FINISH:
                     self._running.pop(entry.site, None)
+                    self.flying.discard(entry.site)
                     self._finish(self._members.get(entry.site, ()))
                 case Kind.EXCHANGE_ENTER | Kind.EXCHANGE_LEAVE:
                     self._exchange(entry)
                 case Kind.HOST_WAIT_ENTER:
-                    self._waits[entry.text] = entry
+                    self.waits[entry.text] = entry
                 case Kind.HOST_WAIT_LEAVE:
-                    self._waits.pop(entry.text, None)
+                    self.waits.pop(entry.text, None)
                 case Kind.EXCEPTION:
-                    self._raised = entry
+                    self.raised = entry
                 case _:
                     pass
+
+    def standing(self) -> list[Event]:
+        """Everything that it tells, in the host's order; what it waits in, or how it left, last."""
+        self.unknown = []
         calls = {**self._early, **self._calls}
         last = self._last(calls)
         self._say()
         return [*_newest(list(calls.values())), *last]
+
+    @property
+    def unsure(self) -> set[tuple[int, str]]:
+        """This rank and each group of which it may have made calls that the ring has lost: `Found.unsure`."""
+        if not self.recording.dropped:
+            return set()
+        seen = {group for group, _ in (*self._calls, *self._early)} | set(self._next)
+        return {(self.rank, group) for group in (*self.recording.groups, RENDEZVOUS) if group not in seen}
 
     # -- one by one -----------------------------------------------------------------------------------------------
 
@@ -213,7 +260,7 @@ class _Ring:
             # A record counts from 1.
             sequence=max(0, seq - 1),
             tag=str(size),
-            splits=self.recording.sizes.get(key),
+            splits=self._sizes.get(key),
             site=self._site(entry.site),
             state=State.SCHEDULED,
         )
@@ -223,12 +270,12 @@ class _Ring:
 
     def _graph(self, entry: Entry, label: str) -> None:
         calls = self.recording.graph(entry)
-        self._lost_graphs += not calls
+        self.lost_graphs += not calls
         for op, group, size in calls:
             first = None if self.recording.dropped or self.recording.torn else 1
             seq = self._next.get(group, first)
             if seq is None:
-                self._lost_graphs += 1
+                self.lost_graphs += 1
             else:
                 self._enqueue(entry, op, group, seq, size, label)
 
@@ -240,27 +287,27 @@ class _Ring:
             if (known := self._early.get(key)) is None:
                 self._enqueue(entry, entry.text, *key, entry.a, "")
                 known = self._calls.pop(key)
-            self._early[key] = replace(known, state=state, site=self._site(entry.site) or known.site)
+            self._early[key] = known.now(state, self._site(entry.site))
         else:
-            self._calls[key] = replace(known, state=state, site=self._site(entry.site) or known.site)
+            self._calls[key] = known.now(state, self._site(entry.site))
         # A group's collectives run one after the other: whatever was torn out, those before it are over.
         before = (entry.group, entry.seq - 1)
         for calls in (self._calls, self._early):
             if before in calls and calls[before].state is not State.COMPLETED:
-                calls[before] = replace(calls[before], state=State.COMPLETED)
+                calls[before] = calls[before].now(State.COMPLETED)
 
     def _finish(self, keys: Sequence[tuple[str, int]]) -> None:
         for key in keys:
             known = self._calls.get(key)
             # A submission also ends by an exception, in the middle of a collective.
             if known is not None and (known.state is not State.STARTED or self.recording.torn):
-                self._calls[key] = replace(known, state=State.COMPLETED)
+                self._calls[key] = known.now(State.COMPLETED)
 
     def _exchange(self, entry: Entry) -> None:
         key = (RENDEZVOUS, entry.seq)
         over = entry.kind is Kind.EXCHANGE_LEAVE
         if (before := self._calls.get((RENDEZVOUS, entry.seq - 1))) is not None:
-            self._calls[RENDEZVOUS, entry.seq - 1] = replace(before, state=State.COMPLETED)
+            self._calls[RENDEZVOUS, entry.seq - 1] = before.now(State.COMPLETED)
         self._calls[key] = Event(
             self.rank,
             What.COLLECTIVE,
@@ -285,30 +332,30 @@ class _Ring:
         open_ = [key for key, call in calls.items() if call.blocking and call.state is not State.COMPLETED]
         if open_:
             return [calls.pop(open_[-1])]
-        waits = [entry for entry in self._waits.values() if entry.text != IDLE]
-        if IDLE in self._waits and not waits:
+        waits = [entry for entry in self.waits.values() if entry.text != IDLE]
+        if IDLE in self.waits and not waits:
             self.unknown.append("waits for something to do")
         return [self._wait(waits[-1], calls)] if waits else []
 
     def _gone(self, calls: dict[tuple[str, int], Event]) -> Event | None:
-        raised, recording = self._raised, self.recording
-        if raised is not None and raised.text.startswith(_CONSEQUENCE):
+        raised, recording = self.raised, self.recording
+        if raised is not None and raised.text.startswith(CONSEQUENCE):
             self.unknown.append(f"left because of another one: {raised.text[:200]}")
             if any(call.state is not State.COMPLETED for call in calls.values()):
                 # What it was in when the other one was lost says more than that it gave up.
                 return None
-        if raised is not None and not raised.text.startswith(_CONSEQUENCE):
+        if raised is not None and not raised.text.startswith(CONSEQUENCE):
             return Event(self.rank, What.EXIT, raised.text, site=self._site(raised.site), state=State.COMPLETED)
         if recording.closed_ns is not None:
             return Event(self.rank, What.EXIT, state=State.COMPLETED)
-        if alive(recording) is False:
+        if self._running_process(recording) is False:
             self.unknown.append(f"its process {recording.pid} is gone and has not said why")
             return Event(self.rank, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
         return None
 
     def _between(self, calls: dict[tuple[str, int], Event]) -> Event | None:
         """The code between two collectives that a stream stands in, if that is certain."""
-        if not self._deferred or self._raised is not None or self.recording.torn or not self._settled():
+        if not self._deferred or self.raised is not None or self.recording.torn or not self._settled():
             return None
         found: list[str] = []
         open_ = {key: call for key, call in calls.items() if call.state is not State.COMPLETED and not call.blocking}
@@ -338,13 +385,11 @@ class _Ring:
 
     def _settled(self) -> bool:
         """Whether the rank has been silent for long enough; what is dead or of another boot stays as it is."""
-        events = self.recording.events
-        if not events:
+        if self.newest_ns is None or self._patience_ns is None:
             return False
-        running = alive(self.recording)
-        if running is None or not running:
+        if not self._running_process(self.recording):
             return True
-        age = time.monotonic_ns() - events[-1].time_ns
+        age = time.monotonic_ns() - self.newest_ns
         if 0 <= age < self._patience_ns:
             self.unknown.append(f"moved {age / 1e9:.1f} s ago: look again before believing that it is stuck")
             return False
@@ -353,7 +398,7 @@ class _Ring:
     def _wait(self, entry: Entry, calls: dict[tuple[str, int], Event]) -> Event:
         """The host's wait, for a submission, for all of P, for a rank, or for something else."""
         text, site = entry.text, self._site(entry.site)
-        stream = "P" if text == "P device" else text
+        stream = queue_of(text)
         mine = [call for call in calls.values() if call.state is not State.COMPLETED and stream in call.queues]
         if mine:
             return Event(self.rank, What.WAIT, streams=(stream,), site=site, state=State.STARTED)
@@ -378,9 +423,9 @@ class _Ring:
         if recording.torn or recording.truncated:
             cut = ", and the file is cut off" if recording.truncated else ""
             self.unknown.append(f"{recording.torn} events cannot be read{cut}")
-        if self._lost_graphs:
-            self.unknown.append(f"{self._lost_graphs} graph launches cannot be numbered")
-        if not recording.events:
+        if self.lost_graphs:
+            self.unknown.append(f"{self.lost_graphs} graph launches cannot be numbered")
+        if self.newest_ns is None:
             self.unknown.append("its ring is empty")
 
     def _communicator(self, group: str) -> Communicator:
@@ -395,6 +440,11 @@ class _Ring:
             found = _SITE.fullmatch(text)
             self._sites[text] = Site(found["file"], int(found["line"]), found["function"]) if found else None
         return self._sites[text]
+
+
+def queue_of(text: str) -> str:
+    """The queue that a host wait is for: all of P, or that of one submission."""
+    return "P" if text == "P device" else text
 
 
 def _newest(calls: list[Event]) -> list[Event]:

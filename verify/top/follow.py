@@ -2,110 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from kernel.errors import UsageError
-from kernel.record import read
-from verify import runs
-from verify.top import waits
+from verify.live.check import Check
+from verify.live.process import GONE, boot_id
+from verify.live.rings import Look, Rings
+from verify.top.frame import STALLED_S, STANDING, Frame, Row, frame_of
 from verify.top.state import RankState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import networkx as nx
+    from pathlib import Path
 
     from kernel.record import Recording
-
-STALLED_S: Final = 2.0
-"""A rank that has recorded nothing for so long, with something open or in flight, stands out by default."""
-
-STANDING: Final = frozenset({"stalled", "stopped", "died", "failed", "silent"})
-"""The states in which a rank does not go on by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rank, in plain values. Ages are seconds; None: not known, or none.
-
-    status: running | idle | stalled | stopped (by a signal, or a debugger) | ended | failed |
-    died (its process is gone and did not close its record) |
-    silent (it runs on another host, or cannot be seen, and its record does not move). blocks: a rank that stands still
-    waits for it, and it waits for nobody.
-    """
-
-    rank: int
-    status: str
-    phase: str
-    round: int
-    epoch: int
-    boundary: int | None
-    permit: int | None
-    operation: str
-    open: bool
-    age_s: float | None
-    site: str
-    quiet_s: float | None
-    gap_ms: float | None
-    p_queue: int
-    d_queue: int
-    pending: int
-    exception: str
-    blocks: bool = False
-
-
-@dataclass(frozen=True)
-class Frame:
-    """All ranks at one moment. ended: no rank runs any more. waits: who waits for whom, a line each."""
-
-    run: str
-    about: str
-    ended: bool
-    rows: tuple[Row, ...]
-    waits: tuple[str, ...]
-    cycle: tuple[Any, ...]
-    graph: nx.DiGraph[Any]
-    missing: tuple[int, ...]
-    states: dict[int, RankState]
-
-    @property
-    def stalled(self) -> tuple[int, ...]:
-        """Ranks that stand out."""
-        return tuple(row.rank for row in self.rows if row.status in STANDING or row.blocks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
-        return {
-            "run": self.run, "about": self.about, "ended": self.ended, "stalled": list(self.stalled),
-            "missing": list(self.missing), "cycle": bool(self.cycle), "waits": list(self.waits),
-            "ranks": [{name: getattr(row, name) for name in Row.__dataclass_fields__} for row in self.rows],
-        }  # fmt: skip
-
-
-def _blockers(graph: nx.DiGraph[Any], rows: Mapping[int, Row]) -> set[int]:
-    """Ranks whose host waits for nobody, while another rank that stands still waits for them."""
-    roots, needed = set(), set()
-    for node in graph:
-        if node[0] == "op" or node[1] not in rows or not graph.in_degree(node):
-            continue
-        if node[0] == "host" and not graph.out_degree(node):
-            roots.add(node[1])
-        waiting = {graph.nodes[one]["rank"] for op in graph.predecessors(node) for one in graph.predecessors(op)}
-        if any(rank != node[1] and rows[rank].status in STANDING for rank in waiting):
-            needed.add(node[1])
-    return roots & needed
 
 
 class Follower:
     """A run directory, watched from outside: nothing is asked of its ranks, and nothing in it is changed."""
 
     def __init__(self, run: Path, stalled_s: float = STALLED_S) -> None:
-        self.run, self._stalled_s = run, stalled_s
+        self.run, self.check = run, Check()
+        self._stalled_s = stalled_s
+        self._rings = Rings(run)
         self._states: dict[int, RankState] = {}
         self._read_ns: dict[int, int] = {}
         self._boot = boot_id()
@@ -114,66 +32,51 @@ class Follower:
         """Where everybody stands. Raises UsageError where there is no usable ring, and never was one."""
         if not self._states:
             # The first reading of a large ring is slow: once all are known, a second one sees them close together.
-            self._look()
-        self._look()
-        return self._frame()
+            # It is also what makes a fault certain that is there already.
+            self.check.take(self.read())
+        look = self.read()
+        ended, rows = self.rows(look)
+        states = dict(self._states)
+        return frame_of(str(self.run), self.about, ended, rows, look, self.check, self.size, states)
 
-    def _look(self) -> None:
-        trouble: UsageError | None = None
-        for path in sorted(runs.rings(self.run), key=lambda each: int(each.stem[4:])):
-            try:
-                self._read(path)
-            except UsageError as error:  # being replaced just now; what was known of it stays
-                trouble = error
-        if not self._states:
-            raise trouble or UsageError(f"run {str(self.run)!r}: no rank<k>.ring in it: it has left nothing to see")
+    def read(self) -> Look:
+        """Read on in all rings. Raises UsageError as `look`."""
+        look = self._rings.look()
+        for rank, (recording, fresh) in self._rings.steps.items():
+            if fresh or rank not in self._states:
+                self._states[rank] = RankState(recording)
+            else:
+                self._states[rank].follow(recording)
+        self._states = dict(sorted(self._states.items()))
+        self._read_ns = self._rings.read_ns
+        return look
 
-    def _read(self, path: Path) -> None:
-        rank = int(path.stem[4:])
-        known = self._states.get(rank)
-        was_open = known is None or known.recording.closed_ns is None
-        before = time.monotonic_ns()
-        recording = read(path, since=known.since if known is not None else -1)
-        if recording.rank != rank:
-            raise UsageError(f"record {str(path)!r}: it says that it is of rank {recording.rank}: rename it")
-        if known is None or not known.follows(recording):
-            self._states[rank] = RankState(recording if known is None else read(path))
-        else:
-            known.follow(recording)
-        if was_open and recording.closed_ns is not None:
-            # It was closed between the reading of its events and that of its head: the last ones may be missing.
-            self._states[rank].follow(read(path, since=self._states[rank].since))
-        self._read_ns[rank] = before
+    @property
+    def about(self) -> str:
+        """Policy and world, as the run says."""
+        meta = next(iter(self._states.values())).recording.meta
+        return ", ".join(str(meta[key]) for key in ("policy", "world") if key in meta)
 
-    def _frame(self) -> Frame:
-        states = dict(sorted(self._states.items()))
-        processes = {rank: self._process(state.recording) for rank, state in states.items()}
+    @property
+    def size(self) -> int:
+        """How many ranks there should be, 0 where the run does not say."""
+        size = next(iter(self._states.values())).recording.meta.get("size")
+        return size if isinstance(size, int) and 0 < size < 1 << 20 else 0
+
+    def recordings(self) -> dict[int, Recording]:
+        """The newest reading of each ring."""
+        return {rank: state.recording for rank, state in self._states.items()}
+
+    def rows(self, look: Look) -> tuple[bool, dict[int, Row]]:
+        """Whether the run has ended, and each rank in plain values."""
+        states, facts = self._states, look.facts
         newest = max((self._moment(state) for state in states.values()), default=0)
-        live = any(process not in ("", "Z", "X") for process in processes.values())
+        live = any(each.process not in GONE for each in facts.values())
         now = {rank: self._now(state.recording, newest, live) for rank, state in states.items()}
-        graph = waits.graph_of(states)
-        cycle = waits.cycle_of(graph)
         last = max(self._read_ns.values())
         late = {rank: last - self._read_ns[rank] if live else 0 for rank in states}
-        rows = {rank: self._row(state, now[rank], late[rank], processes[rank]) for rank, state in states.items()}
-        for rank in _blockers(graph, rows):
-            rows[rank] = replace(rows[rank], blocks=True)
-        first = next(iter(states.values())).recording
-        size = first.meta.get("size")
-        expected = range(size if isinstance(size, int) and 0 < size < 1 << 20 else 0)
-        missing = tuple(rank for rank in expected if rank not in states)
-        about = ", ".join(str(first.meta[key]) for key in ("policy", "world") if key in first.meta)
-        return Frame(
-            str(self.run),
-            about,
-            not live,
-            tuple(rows.values()),
-            tuple(waits.told(graph, cycle)),
-            tuple(cycle),
-            graph,
-            missing,
-            states,
-        )
+        rows = {rank: self._row(state, now[rank], late[rank], facts[rank].process) for rank, state in states.items()}
+        return not live, rows
 
     def _row(self, state: RankState, now_ns: int, late_ns: int, process: str | None) -> Row:
         operation = state.operation()
@@ -209,7 +112,7 @@ class Follower:
             return "failed"
         if state.recording.closed_ns is not None:
             return "ended"
-        if process in ("", "Z", "X"):
+        if process is not None and process in GONE:
             return "died"
         if process in ("T", "t"):
             return "stopped"
@@ -218,14 +121,6 @@ class Follower:
         if state.idle:
             return "idle"
         return "stalled" if process else "silent"
-
-    def _process(self, recording: Recording) -> str | None:
-        """The state of its process, as /proc has it: "" where it is gone, None where that cannot be seen from here."""
-        if recording.closed_ns is not None:
-            return ""
-        if not self._boot or recording.boot != self._boot:
-            return None
-        return process_state(recording.pid, recording.monotonic_ns)
 
     def _moment(self, state: RankState) -> int:
         """Wall time of the newest thing that is known of a rank."""
@@ -251,27 +146,3 @@ def _words(event: Any) -> str:
         case "WORK_FINISH":
             return str(event.site)
     return f"{event.text} {event.group} #{event.seq}"
-
-
-def boot_id() -> str:
-    """Of the running system, "" where it has none."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
-def process_state(pid: int, recorded_ns: int) -> str | None:
-    """One letter for what process `pid` does, R, S, D, T, ...; "" where it is gone, None where it cannot be told.
-
-    A process that was started after `recorded_ns` (monotonic) has only got the number of one that is gone.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        letter, ticks = fields[0], int(fields[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    except (OSError, ValueError, IndexError):
-        return None
-    asleep = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
-    began_s = ticks / os.sysconf("SC_CLK_TCK") - asleep
-    return letter if began_s < recorded_ns / 1e9 + 1 else ""

@@ -11,7 +11,7 @@ from verify.slices import Lane, timeline
 
 if TYPE_CHECKING:
     from verify.slices import Slice
-    from verify.top.follow import Frame
+    from verify.top.frame import Frame
     from verify.top.state import RankState
 
 ITERATIONS: Final = 8

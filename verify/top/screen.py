@@ -9,12 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from verify import words
-from verify.top.follow import STANDING
+from verify.top.frame import STANDING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from verify.top.follow import Frame, Row
+    from verify.top.frame import Frame, Row
 
 STYLES: Final = {
     "running": "green",
@@ -22,6 +22,7 @@ STYLES: Final = {
     "ended": "dim",
     "stalled": "bold yellow",
     "silent": "bold yellow",
+    "unknown": "bold yellow",
     "stopped": "bold red",
     "died": "bold red",
     "failed": "bold red",
@@ -85,6 +86,11 @@ def _cells(row: Row) -> list[str | Text]:
 def _waits(frame: Frame, most: int = 8) -> list[Text]:
     """What is wrong, below the table: nothing while the run moves."""
     found: list[Text] = []
+    if frame.check is not None:
+        verdict = frame.check.verdict
+        text = f"live check: {verdict.cls} (certain): {verdict.say}"
+        found.append(Text(text, "bold red", no_wrap=True, overflow="ellipsis"))
+    found += [Text(line, "bold yellow") for line in frame.hosts]
     if frame.missing:
         found.append(Text(f"no record of {words.ranks(frame.missing)}", "bold red"))
     for row in frame.rows:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 GAP: Final = "longest loop gap, ns"
 """The remark in which a rank notes its event loop's longest gap."""
-LATE: Final = 256
-"""How many events back one may still appear: it was being written when the ring was read before."""
 RECENT: Final = 4096
 """Events that are kept to draw what happened lately."""
 _ENDS: Final = frozenset({Kind.FINISH, Kind.WORK_FINISH})
@@ -49,37 +47,21 @@ class RankState:
         self.gap_ns: int | None = None
         self.recent: deque[Event] = deque(maxlen=RECENT)
         self._labels: dict[Phase, str] = {}
-        self._seen: deque[int] = deque(maxlen=LATE + 1)
         self._read(recording)
 
-    @property
-    def since(self) -> int:
-        """What to pass to `kernel.record.read`, so that the next reading has what this one could not see."""
-        return self.newest.number - LATE if self.newest is not None else -1
-
-    def follows(self, recording: Recording) -> bool:
-        """Whether a later reading, with `since`, goes on from here: the same ring, and nothing of it overwritten."""
-        was = self.recording
-        if (was.pid, was.monotonic_ns) != (recording.pid, recording.monotonic_ns):
-            return False
-        return self.newest is None or not recording.events or recording.events[0].number <= self.newest.number + 1
-
     def follow(self, recording: Recording) -> None:
-        """Take what a later reading that `follows` has."""
+        """Take the events of a later reading, which are all new (`kernel.record.RingFollower`)."""
         self.recording = recording
         self._read(recording)
 
     def _read(self, recording: Recording) -> None:
-        seen = set(self._seen)
         for event in recording.events:
-            if event.number not in seen:
-                self._seen.append(event.number)
-                self._take(event)
-                if event.kind is not Kind.MARK:
-                    self.moved = event
-                    self.recent.append(event)
-                if self.newest is None or event.number > self.newest.number:
-                    self.newest = event
+            self._take(event)
+            if event.kind is not Kind.MARK:
+                self.moved = event
+                self.recent.append(event)
+            if self.newest is None or event.number > self.newest.number:
+                self.newest = event
 
     def _take(self, event: Event) -> None:
         phase = event.phase or Phase.D

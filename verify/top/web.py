@@ -15,17 +15,17 @@ from verify.top.lately import lately
 from verify.top.screen import number, seconds
 
 if TYPE_CHECKING:
-    from verify.top.follow import Follower, Frame, Row
+    from verify.top.frame import Frame, Row, View
 
 HOST: Final = "127.0.0.1"
 ROWS: Final = 128
 """Ranks in the table; those that stand out come first where not all fit."""
 
 
-def serve(follower: Follower, port: int, every_s: float) -> int:
+def serve(view: View, port: int, every_s: float) -> int:
     """Serve until Ctrl-C; 0. Raises UsageError where the run is unusable or the port is taken."""
-    follower.look()  # what is unusable is said before anything is served
-    server = make_server(follower, port, every_s)
+    view.look()  # what is unusable is said before anything is served
+    server = make_server(view, port, every_s)
     print(f"http://{HOST}:{server.server_port}/  (Ctrl-C ends it; only this machine can open it)", flush=True)
     try:
         server.serve_forever(poll_interval=0.2)
@@ -36,9 +36,9 @@ def serve(follower: Follower, port: int, every_s: float) -> int:
     return 0
 
 
-def make_server(follower: Follower, port: int, every_s: float) -> ThreadingHTTPServer:
+def make_server(view: View, port: int, every_s: float) -> ThreadingHTTPServer:
     """The server, bound and not yet serving: `/`, `/body` (what changes) and `/state.json` (as `--json`)."""
-    lock = threading.Lock()  # several browsers may ask at once, and a follower is one reader
+    lock = threading.Lock()  # several browsers may ask at once, and a view is one reader
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "turnstile", ""
@@ -55,7 +55,7 @@ def make_server(follower: Follower, port: int, every_s: float) -> ThreadingHTTPS
                 return
             try:
                 with lock:
-                    frame = follower.look()
+                    frame = view.look()
                     made = json.dumps(frame.to_dict()) if path == "/state.json" else frame_body(frame)
             except UsageError as error:
                 self._answer(503, "text/plain", f"{error}\n")
@@ -104,8 +104,9 @@ def frame_body(frame: Frame) -> str:
     """What changes on the page, as HTML."""
     standing = [row for row in frame.rows if row.rank in frame.stalled]
     graph = frame.graph if standing or frame.cycle else None
-    diagnosis = _diagnosis(frame) if standing else None
+    diagnosis = frame.check.to_dict() if frame.check is not None else _diagnosis(frame) if standing else None
     state = "ended" if frame.ended else "running"
+    state += "; live check: " + ("a certain fault" if frame.check is not None else "nothing certain is wrong")
     about = f"{frame.about}; {len(frame.rows)} ranks; {state}" if frame.about else f"{len(frame.rows)} ranks; {state}"
     return html.body(
         frame.run, diagnosis, graph, frame.cycle if graph is not None else (), lately(frame), about=about,
@@ -114,7 +115,7 @@ def frame_body(frame: Frame) -> str:
 
 
 def _diagnosis(frame: Frame) -> dict[str, Any]:
-    """What the records alone say about ranks that stand still; `turnstile hang` says more."""
+    """What the records alone say about ranks that stand still while no fault is certain; `turnstile hang` says more."""
     blockers = [row.rank for row in frame.rows if row.blocks]
     failed = [row for row in frame.rows if row.exception]
     chain = [f"rank {row.rank} left by {row.exception}" for row in failed] + list(frame.waits)
@@ -123,9 +124,7 @@ def _diagnosis(frame: Frame) -> dict[str, Any]:
     if stopped := [row.rank for row in frame.rows if row.status == "stopped"]:
         verb = "is" if len(stopped) == 1 else "are"
         say += f" {words.ranks(stopped).capitalize()} {verb} stopped, by a signal or a debugger."
-    if frame.cycle:
-        say += " They wait in a ring."
-    elif blockers:
+    if blockers:
         say += f" {words.ranks(blockers).capitalize()} {'keeps' if len(blockers) == 1 else 'keep'} others waiting."
     fix = "" if frame.ended else f"turnstile hang {frame.run}"
     return {"class": "standing still", "ranks": blockers, "say": say, "chain": chain[:16], "fix": fix}
@@ -137,7 +136,9 @@ def _table(frame: Frame) -> str:
     cells = "".join(f"<th{_left(name)}>{name}</th>" for name in (*head, "longest gap", "submitted", "calls left"))
     lines = "".join(_line(row, row.rank in frame.stalled) for row in sorted(rows, key=lambda row: row.rank))
     more = f'<p class="faint">and {len(frame.rows) - len(rows)} more ranks</p>' if len(rows) < len(frame.rows) else ""
-    lost = f"<p><strong>No record of {words.ranks(frame.missing)}.</strong></p>" if frame.missing else ""
+    silent = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in frame.hosts)
+    lost = silent
+    lost += f"<p><strong>No record of {words.ranks(frame.missing)}.</strong></p>" if frame.missing else ""
     return f'<h2>Ranks</h2>{lost}<div class="picture"><table><tr>{cells}</tr>{lines}</table></div>{more}'
 
 
