@@ -165,4 +165,6 @@ def merge(found: Sequence[Found]) -> Found:
         moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
         unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
         whole=frozenset[int]().union(*(each.whole for each in found)),
+        lively=frozenset[int]().union(*(each.lively for each in found)),
+        remarks=tuple(remark for each in found for remark in each.remarks),
     )
