@@ -1,7 +1,7 @@
-"""A rank of a small job on gloo that gets stuck, as `python stuck_program.py SCENE STORE-FILE [RECORD-DIRECTORY] [FIFO]`.
+"""A rank of a small job on gloo that gets stuck, as `python stuck_program.py SCENE STORE-FILE RECORD-DIRECTORY FIFO`.
 
 RANK and WORLD_SIZE are in the environment, as torchrun sets them. Each rank prints `rank k: at the scene` right before
-the calls that get stuck. With a record directory it records itself, in the three lines that README shows.
+the calls that get stuck. With a record directory that is not "-" it records itself, in the lines that README shows.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
     here = [pid for pid in pids if runs(pid)]
     gone = [pid for pid in pids if pid not in here]
     if gone and not here:
-        raise UsageError(f"pid {gone[0]}: no such process on this host: give the pids of ranks that run")
+        what = f"pid {gone[0]}: no such process on this host"
+        raise UsageError(f"{what}: give the pids of ranks that run, or the directory of their record")
     unknown: list[str] = []
     worlds: set[int] = set()
     ranks: dict[int, int | None] = {}
@@ -77,7 +78,8 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
     if gone and len(left) == len(gone):
         # Who is not here is who is gone.
         events += tuple(Event(rank, Kind.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED) for rank in left)
-        unknown.append(f"pid {', '.join(map(str, gone))}: gone, taken for {words.ranks(left)}, of which nothing is here")
+        taken = f"pid {', '.join(map(str, gone))}: gone, taken for {words.ranks(left)}"
+        unknown.append(f"{taken}, of which nothing is here")
         seen_ranks |= frozenset(left)
     elif gone:
         unknown.append(f"pid {', '.join(map(str, gone))}: gone" + ("" if not left else ", and its rank is not known"))

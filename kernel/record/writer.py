@@ -166,7 +166,8 @@ class Recorder:
         phase: D, P or None. stream: role of the stream it was put on, D, P or HOST. group: number from `group`, 0 for
         none. seq: count of that communicator's collectives, or as the kind says. a, b: unsigned, see `Kind`. site: id
         of its call site. time_ns: when it happened, on the recorder's clock, for what becomes known later; 0 for now.
-        Returns its number. Raises struct.error or KeyError for values out of range; late events after `close` are written all the same.
+        Returns its number. Raises struct.error or KeyError for values out of range; late events after `close` are
+        written all the same.
         """
         stamp = self._tick()
         self._pack(

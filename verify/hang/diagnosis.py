@@ -15,7 +15,7 @@ from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, judge, shortest_cycle
 from verify.events import Confidence
 from verify.evidence import situation_of
-from verify.hang.alone import odd_one_out
+from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.stacks import At, for_anybody, places, recorded, standings
 from verify.matching import NOBODY_KNOWS, Situation, Standing
 from verify.waitgraph import stuck, wait_graph
@@ -89,6 +89,8 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     if verdict.cls is Class.BELOW and (crossed := _crossed(situation)) is not None:
         verdict, situation, graph, core = crossed
     verdict = _weighed(verdict, found, situation, graph, absent, where)
+    if verdict.cls is Class.OUTSIDE and verdict.certainty is Certainty.CERTAIN and not _waited_for(graph):
+        verdict = _nobody_waits(verdict, situation)
     unknown = [*found.unknown]
     dark = frozenset(everybody) - found.present
     if absent:
@@ -97,9 +99,8 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     unknown += [f"what rank {place.rank} waits for in {place.site}: its stack ends there" for place in unclear[:2]]
     if lost := sum(stack.rank is None for stack in found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
-    return Diagnosis(
-        _placed(verdict, where, found.remarks), found.source, tuple(unknown), where, situation, graph, frozenset(core), dark
-    )
+    verdict = _placed(verdict, where, found.remarks)
+    return Diagnosis(verdict, found.source, tuple(unknown), where, situation, graph, frozenset(core), dark)
 
 
 def _core(graph: nx.DiGraph[Any]) -> set[Any]:
@@ -140,7 +141,8 @@ def _ring(
     graph = wait_graph(situation)
     core = _core(graph)
     if not any(("host", rank, "") in core for rank in loose):
-        return None
+        keyed = for_a_key(situation, graph, {rank: where[rank] for rank in loose})
+        return None if keyed is None else (keyed, situation, graph, core)
     nodes = shortest_cycle(graph.subgraph(core))
     actors = [node for node in nodes if node[0] != "op"]
     ranks = tuple(sorted({graph.nodes[node]["rank"] for node in actors}))
@@ -208,8 +210,9 @@ def _weighed(
             return _undecided(verdict, why)
         if absent:
             return _undecided(verdict, f"no dump from {words.ranks(absent)}")
-        if early := sorted(found.lively):
-            return _undecided(verdict, f"{words.ranks(early)} moved a moment ago and may yet come")
+        idle = {host.rank for host in situation.hosts if host.standing is Standing.UNKNOWN}
+        if late := idle & found.lively:
+            return _undecided(verdict, f"{words.ranks(late)} moved a moment ago and may yet come")
     if verdict.cls in (Class.BELOW, Class.DEVICE_STALL) and found.lively:
         return _undecided(verdict, f"{words.ranks(found.lively)} moved a moment ago, so that nothing may be stuck")
     if verdict.cls is Class.BELOW and not _all_seen(found, situation):
@@ -232,6 +235,20 @@ def _weighed(
             what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
             return verdict.undecided(f"the evidence holds {what}")
     return verdict
+
+
+def _waited_for(graph: nx.DiGraph[Any]) -> bool:
+    """Whether anybody waits for a host."""
+    return any(node[0] == "host" and graph.in_degree(node) for node in graph)
+
+
+def _nobody_waits(verdict: Verdict, situation: Situation) -> Verdict:
+    """Blocked outside of calls, of which none is open: perhaps the job has nothing to do."""
+    host = next(host for host in situation.hosts if host.standing is Standing.OUTSIDE)
+    what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
+    verb = "is" if len(verdict.ranks) == 1 else "are"
+    who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
+    return Verdict(Class.NONE).undecided(f"no call is open, so nobody waits for another; {who} in {what}")
 
 
 def _ahead(found: Found, situation: Situation) -> str:

@@ -35,7 +35,7 @@ CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection 
                        "remote peer", "socket closed", "connectioneseterror")  # fmt: skip
 """What an exception of a call says, in small letters, that tells of another rank's absence."""
 SILENT_S: Final = 3.0
-"""Without Python for this long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
+"""Without Python for so long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
 
 
 def is_installed(recording: Recording) -> bool:
@@ -81,7 +81,8 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
                 last = [idle]
             if each.age_s is not None and each.age_s < patience_s:
                 lively.add(rank)
-                unknown.append(f"{source}: rank {rank}: moved {each.age_s:.1f} s ago: look again before believing that it is stuck")
+                told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
+                unknown.append(f"{told}: look again before believing that it is stuck")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in each.ring.unknown]
         remarks += [(rank, text) for text in each.ring.remarks]
@@ -117,7 +118,9 @@ def _leave(rank: _Rank) -> None:
         rank.by_call = ring.items_by_number.get(raised.a - 1)
         rank.left = Event(number, What.EXIT, raised.text, site=ring.site(raised.site), state=State.COMPLETED)
     elif recording.closed_ns is not None:
-        rank.left = Event(number, What.EXIT, site=ring.last_site(), state=State.COMPLETED)
+        rank.left = Event(number, What.EXIT, state=State.COMPLETED)
+        if (site := ring.last_site()) is not None:
+            ring.remarks.append(f"its last call was at {site}")
     elif alive(recording) is False:
         ring.unknown.append(f"its process {recording.pid} is gone and has not said why")
         rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
@@ -151,7 +154,8 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
             return _outside(number, "a stop signal or a debugger")
         beat = recording.beat_ns
         if beat is not None and (silent := (time.monotonic_ns() - beat) / 1e9) > SILENT_S:
-            ring.remarks.append(f"no Python has run in its process for {silent:.0f} s: a thread holds the interpreter lock")
+            told = f"no Python has run in its process for {silent:.0f} s"
+            ring.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")
         if rank.age_s < patience_s:
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)

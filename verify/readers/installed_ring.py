@@ -228,9 +228,9 @@ class Ring:
         self.items_by_number.setdefault(item.number, item)
 
     def _done(self, entry: Entry) -> None:
-        for item in self._launches.get(entry.a) or [self.items_by_number.get(entry.a)]:
-            if item is not None:
-                item.done, item.failed, item.source = True, entry.text, entry.seq
+        one = self.items_by_number.get(entry.a)
+        for item in self._launches.get(entry.a) or ([] if one is None else [one]):
+            item.done, item.failed, item.source = True, entry.text, entry.seq
         for thread, number in list(self.waits.items()):
             if number == entry.a:
                 del self.waits[thread]
@@ -243,7 +243,8 @@ class Ring:
                 continue
             if sync.a and item.number >= sync.a:
                 continue
-            if sync.text == "device" or sync.text == item.stream * (not item.call.asynchronous) or sync.text in item.also:
+            stream = "" if item.call.asynchronous else item.stream
+            if sync.text == "device" or sync.text in (stream, *item.also):
                 found.append(item)
         return found
 
@@ -333,17 +334,18 @@ class Ring:
             elif (sync := self._syncs.get(thread)) is not None:
                 items = self._behind(sync)
                 streams = tuple(item.own for item in items)
-                if streams:
-                    found.append(Event(self.rank, What.WAIT, thread=name, streams=streams, site=self.site(sync.site), state=State.STARTED))
-                else:
-                    what = f"a wait for {sync.text if sync.text != 'device' else 'its device'}, where no call is open"
-                    found.append(Event(self.rank, What.EXTERNAL, what, thread=name, site=self.site(sync.site), state=State.STARTED))
+                what = f"a wait for {sync.text if sync.text != 'device' else 'its device'}, where no call is open"
+                kind = What.WAIT if streams else What.EXTERNAL
+                found.append(self._open(sync, kind, "" if streams else what, name, streams))
             elif open_ := self._hosts.get(thread):
-                entry = open_[-1]
-                found.append(Event(self.rank, What.EXTERNAL, entry.text, thread=name, site=self.site(entry.site), state=State.STARTED))
+                found.append(self._open(open_[-1], What.EXTERNAL, open_[-1].text, name))
         if found and found[-1].thread:
             return []  # other threads wait, and the main one does not: nothing is known of the rank as a whole
         return found
+
+    def _open(self, entry: Entry, kind: What, what: str, thread: str, streams: tuple[str, ...] = ()) -> Event:
+        site = self.site(entry.site)
+        return Event(self.rank, kind, what, thread=thread, streams=streams, site=site, state=State.STARTED)
 
     def _waits_for(self, number: int, thread: str) -> list[Event]:
         item = self.items_by_number.get(number)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed.distributed_c10d
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from kernel.comm.tap.shapes import Shape
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from kernel.comm.tap.notes import Note
     from kernel.comm.tap.patches import Patches
 
+_RESOLVE: Any = getattr(torch.distributed.distributed_c10d, "_resolve_process_group", None)
+"""The group of a name; not public, but what functional collectives use."""
+_LIBRARY: Any = torch.library.Library
 MOST: Final = 4096
 """Results of functional collectives that nobody has waited for."""
 REDUCTIONS: Final = {
@@ -46,7 +50,7 @@ class Below:
     def put(self, patches: Patches) -> None:
         """Put the functional kernels there, and await the first reducer."""
         try:
-            library = torch.library.Library("_c10d_functional", "IMPL")
+            library = _LIBRARY("_c10d_functional", "IMPL")
             self._libraries.append(library)
             for name, (shape, many) in FUNCTIONAL.items():
                 self._kernel(library, "_c10d_functional", name, self._functional(shape, many))
@@ -84,12 +88,11 @@ class Below:
             try:
                 note = None
                 try:
-                    from torch.distributed.distributed_c10d import _resolve_process_group
-
                     group = named.get("group_name", args[shape_of.where])  # type: ignore[attr-defined]
                     if isinstance(group, str):
-                        group = _resolve_process_group(group)
-                    note = self.groups.before(group, lambda rest, _: shape_of(rest), args, {}, "a functional collective")
+                        group = _RESOLVE(group)
+                    name = "a functional collective"
+                    note = self.groups.before(group, lambda rest, _: shape_of(rest), args, {}, name)
                 except Exception as error:
                     self.notes.broken("a functional collective", error)
                 try:
@@ -144,7 +147,7 @@ class Below:
 
     def _reducers(self) -> None:
         try:
-            library = torch.library.Library("c10d", "IMPL")
+            library = _LIBRARY("c10d", "IMPL")
             self._libraries.append(library)
             for name, (method, outputs) in REDUCTIONS.items():
                 self._kernel(library, "c10d", name, self._reduction(method, outputs))
@@ -195,7 +198,13 @@ def _storage(tensor: Any) -> int:
 
 
 def _functional_shape(
-    op: str, where: int, *, reduce: int | None = None, root: int | None = None, splits: bool = False, grows: bool = False
+    op: str,
+    where: int,
+    *,
+    reduce: int | None = None,
+    root: int | None = None,
+    splits: bool = False,
+    grows: bool = False,
 ) -> Callable[..., Shape]:
     """The shape of a functional operator. where: place of the group among its arguments; reduce, root: likewise."""
 

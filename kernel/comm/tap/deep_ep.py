@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -68,7 +69,7 @@ class DeepEP:
             if isinstance(owner := getattr(module, name, None), type):
                 self._patches.method(owner, "__init__", self._init)
                 for method, operation in OPERATIONS.items():
-                    self._patches.method(owner, method, lambda one, op=operation: self._method(one, op))
+                    self._patches.method(owner, method, partial(self._method, op=operation))
 
     def _init(self, original: Any) -> Callable[..., Any]:
         def init(buffer: Any, *args: Any, **named: Any) -> None:
@@ -115,7 +116,8 @@ class DeepEP:
                 known = self._groups[buffer] = self._known(buffer.group)
             x = named.get("x", args[0] if args else None)
             tensor = x[0] if isinstance(x, tuple) else x
-            most = named.get("num_max_dispatch_tokens_per_rank", args[2] if op.endswith("y dispatch") and args[2:] else "")
+            third = args[2] if op == "low-latency dispatch" and len(args) > 2 else ""
+            most = named.get("num_max_dispatch_tokens_per_rank", third)
             on_device = getattr(getattr(tensor, "device", None), "type", "") == "cuda"
             call = Call(
                 op,

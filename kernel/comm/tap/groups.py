@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ class Groups:
     def put(self, patches: Patches) -> None:
         """Wrap every method that there is."""
         for name in SHAPES:
-            patches.method(ProcessGroup, name, lambda original, name=name: self._method(original, name))
+            patches.method(ProcessGroup, name, partial(self._method, name=name))
         patches.method(ProcessGroup, "_start_coalescing", self._start)
         patches.method(ProcessGroup, "_end_coalescing", self._end)
         patches.method(Work, "wait", self._waits)

@@ -1,8 +1,9 @@
-"""Wrappers of what makes and destroys groups, and of stores: the waits of ranks for each other that are no collectives."""
+"""Wrappers of what makes and destroys groups, and of stores: waits for other ranks that are no collectives."""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class Life:
         patches.function(c10d, "split_group", lambda one: self._together(one, self._split))
         patches.function(c10d, "destroy_process_group", lambda one: self._together(one, self._destroyed))
         for name in ("wait", "get", "multi_get", "queue_pop", "barrier"):
-            patches.method(Store, name, lambda original, name=name: self._store(original, name))
+            patches.method(Store, name, partial(self._store, name=name))
 
     def _together(self, original: Any, what: Callable[..., Note | None]) -> Callable[..., Any]:
         """A call that is over when it returns."""
@@ -50,7 +51,8 @@ class Life:
                         self.notes.wait(note)
                 except Exception as error:
                     self.notes.broken("making or destroying a group", error)
-            depth, self.local.making = getattr(self.local, "making", 0), getattr(self.local, "making", 0) + 1
+            depth: int = getattr(self.local, "making", 0)
+            self.local.making = depth + 1
             try:
                 result = original(*args, **named)
             except BaseException as error:
@@ -101,7 +103,7 @@ class Life:
     def _store(self, original: Any, name: str) -> Callable[..., Any]:
         def wait(store: Any, *args: Any, **named: Any) -> Any:
             # The waits inside of making a group are that group's.
-            if self.off or getattr(self.local, "making", 0) or getattr(self.local, "busy", False):
+            if self.off or getattr(self.local, "making", 0) > 0 or getattr(self.local, "busy", False):
                 return original(store, *args, **named)
             text = ""
             try:

@@ -16,11 +16,12 @@ import torch
 import kernel
 from kernel.record.foreign import BROKEN, HOST_MEDIA, Call, Captured, Group, thread_text
 from kernel.record.layout import Kind
-from kernel.record.writer import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
+
+    from kernel.record.writer import Recorder
 
 TORCH: Final = str(Path(torch.__file__).parent) + os.sep
 OURS: Final = str(Path(kernel.__file__ or __file__).parent) + os.sep
@@ -306,5 +307,5 @@ def _label(process_group: Any) -> str:
 
 def _is_library(file: str) -> bool:
     return file.startswith((TORCH, OURS, FACE, "<frozen")) or file.endswith(
-        (f"{os.sep}contextlib.py", f"{os.sep}functools.py", f"{os.sep}typing_extensions.py", f"{os.sep}deep_ep{os.sep}buffer.py")
+        tuple(os.sep + name for name in ("contextlib.py", "functools.py", "typing_extensions.py", "deep_ep/buffer.py"))
     )

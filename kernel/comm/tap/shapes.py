@@ -85,7 +85,8 @@ def _rooted(op: str, reduces: bool = False) -> Callable[..., Shape]:
     def shape(rest: Sequence[Any], named: dict[str, Any]) -> Shape:
         found = _symmetric(op, reduces)(rest, named)
         options = _options(rest, named)
-        found.root = int(options.rootRank if options is not None else named.get("root", rest[1] if len(rest) > 1 else 0))
+        root = named.get("root", rest[1] if len(rest) > 1 else 0)
+        found.root = int(options.rootRank if options is not None else root)
         return found
 
     return shape
@@ -138,8 +139,8 @@ def _pair(op: str) -> Callable[..., Shape]:
         tag = named.get(last, rest[-1] if len(rest) > 1 else 0)
         anybody = op == "recv_anysource"
         peer = -1 if anybody else int(named.get("dstRank", named.get("srcRank", rest[1] if len(rest) > 1 else -1)))
-        own = {"ins": tensors} if op == "send" else {"outs": tensors}
-        return Shape("recv" if anybody else op, **own, peer=peer, tag=str(int(tag)), asynchronous=True)
+        ins, outs = (tensors, ()) if op == "send" else ((), tensors)
+        return Shape("recv" if anybody else op, ins, outs, peer=peer, tag=str(int(tag)), asynchronous=True)
 
     return shape
 

@@ -165,7 +165,8 @@ def install(directory: str | os.PathLike[str], rank: int | None = None, capacity
         try:
             tap.start()
         except Exception as error:
-            print(f"turnstile: nothing is recorded: {type(error).__name__}: {error}: please report this", file=sys.stderr)
+            why = f"{type(error).__name__}: {error}"
+            print(f"turnstile: nothing is recorded ({why}): please report this", file=sys.stderr, flush=True)
             tap.uninstall()
             return tap
         _current.append(tap)

@@ -65,7 +65,7 @@ class Watch:
         try:
             if self.capturing and torch.cuda.is_current_stream_capturing():
                 return
-            event = torch.cuda.Event()
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.notes.local.marking = True
             try:
                 event.record()
