@@ -210,9 +210,9 @@ def _weighed(
             return _undecided(verdict, why)
         if absent:
             return _undecided(verdict, f"no dump from {words.ranks(absent)}")
-        idle = {host.rank for host in situation.hosts if host.standing is Standing.UNKNOWN}
-        if late := idle & found.lively:
-            return _undecided(verdict, f"{words.ranks(late)} moved a moment ago and may yet come")
+        silent = {host.rank for host in situation.hosts if host.standing is Standing.UNKNOWN}
+        if early := silent & found.lively:
+            return _undecided(verdict, f"{words.ranks(early)} moved a moment ago and may yet come")
     if verdict.cls in (Class.BELOW, Class.DEVICE_STALL) and found.lively:
         return _undecided(verdict, f"{words.ranks(found.lively)} moved a moment ago, so that nothing may be stuck")
     if verdict.cls is Class.BELOW and not _all_seen(found, situation):

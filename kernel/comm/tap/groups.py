@@ -34,6 +34,8 @@ class Groups:
         self.works: WeakKeyDictionary[Any, Note | list[Note]] = WeakKeyDictionary()
         """A Work -> its call, or the calls that were launched together."""
         self.off = False
+        self._patches: Patches | None = None
+        self._kinds: set[type] = set()
 
     def put(self, patches: Patches) -> None:
         """Wrap every method that there is."""
@@ -41,9 +43,16 @@ class Groups:
             patches.method(ProcessGroup, name, partial(self._method, name=name))
         patches.method(ProcessGroup, "_start_coalescing", self._start)
         patches.method(ProcessGroup, "_end_coalescing", self._end)
-        patches.method(Work, "wait", self._waits)
-        patches.method(Work, "synchronize", self._waits)
-        patches.method(Work, "is_completed", self._asked)
+        self._patches = patches
+        self._work(Work)
+
+    def _work(self, kind: type) -> None:
+        """Wrap the methods that a kind of Work has of its own."""
+        self._kinds.add(kind)
+        if self._patches is not None and issubclass(kind, Work):
+            for name, wrap in (("wait", self._waits), ("synchronize", self._waits), ("is_completed", self._asked)):
+                if name in vars(kind):
+                    self._patches.method(kind, name, wrap)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
@@ -122,6 +131,9 @@ class Groups:
             if error is not None:
                 self.notes.done(note, error)
             elif isinstance(result, Work):
+                for kind in type(result).__mro__ if type(result) not in self._kinds else ():
+                    if kind not in self._kinds:
+                        self._work(kind)
                 self.works[result] = note
                 self.watch.works(result, note)
                 self.device.launched(note)

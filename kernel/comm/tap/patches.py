@@ -34,10 +34,11 @@ class Patches:
         for each in list(sys.modules.values()):
             # vars: lazy modules must not be woken up.
             try:
-                if vars(each).get(name) is original:
-                    self._put(each, name, original, replacement)
-            except TypeError:
+                names = [key for key, value in vars(each).items() if value is original]
+            except (TypeError, RuntimeError):
                 continue
+            for key in names:
+                self._put(each, key, original, replacement)
 
     def undo(self) -> None:
         """Put everything back, the last first."""

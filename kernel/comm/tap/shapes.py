@@ -35,8 +35,11 @@ class Shape:
 
 def _options(rest: Sequence[Any], named: dict[str, Any]) -> Any:
     """The options object of a call, if it has one."""
+    # As torch's own functions call: last, or by name.
+    if rest and type(rest[-1]).__name__.endswith("Options"):
+        return rest[-1]
     found = named.get("opts")
-    if found is not None:
+    if found is not None or len(rest) < 3:
         return found
     return next((each for each in rest if type(each).__name__.endswith("Options")), None)
 

@@ -63,7 +63,7 @@ class Watch:
 
     def _mark(self, what: Note | int) -> None:
         try:
-            if self.capturing and torch.cuda.is_current_stream_capturing():
+            if self.capturing:
                 return
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.notes.local.marking = True
