@@ -13,6 +13,7 @@ from kernel.record.foreign import PROGRAM, Call, Group
 from verify.blame import Certainty, Class
 from verify.events import Kind as What
 from verify.hang.diagnosis import diagnose_found
+from verify.readers.gather import merge
 from verify.readers.record import RecordReader
 
 if TYPE_CHECKING:
@@ -200,6 +201,17 @@ def test_ranks_that_began_at_different_places_are_not_compared(tmp_path: Path) -
     found = told(tmp_path)
     assert found.verdict.certainty is Certainty.UNDECIDED
     assert found.verdict.ranks == () or found.code == 3
+
+
+def test_the_same_record_twice_is_one(tmp_path: Path) -> None:
+    """As where a run's directory and the pids of its ranks are both given."""
+    (one, group), (_, _) = pair(tmp_path)
+    one.over(one.call(group, "send", peer=1, tag="0"))
+    one.wait(one.call(group))
+    found = RecordReader().read(tmp_path)
+    twice = merge([found, found])
+    assert twice.events == found.events
+    assert diagnose_found(twice).verdict == diagnose_found(found).verdict
 
 
 def test_a_ring_that_has_wrapped_keeps_its_numbers(tmp_path: Path) -> None:

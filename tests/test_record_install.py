@@ -97,8 +97,8 @@ def test_functional_collectives_and_their_waits(fake: Fake) -> None:
 
     with record.install(fake.directory()) as made:
         total = functional.all_reduce(torch.ones(6), "max", dist.group.WORLD) + 0
-        functional.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
-    assert total.numel() == 6
+        whole = functional.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD) + 0
+    assert (total.numel(), whole.numel()) == (6, 2 * SIZE)
     first, second = events(made.path)
     assert (first.operation, first.sizes, first.tag, first.state) == ("all_reduce", ((6,),), "MAX", State.COMPLETED)
     assert (second.operation, second.sizes) == ("all_gather", ((2,),))
