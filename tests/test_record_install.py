@@ -386,7 +386,10 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_record_of_a_program_needs_no_torch_before_it_is_asked_for() -> None:
-    code = "import sys; from turnstile import record; assert record.install; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from turnstile import record; record.decision('unheard'); record.uninstall();"
+        " assert record.install; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HOUSE, timeout=60)
 
 

@@ -15,12 +15,16 @@ make to NCCL, MPI or NVSHMEM by themselves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     import os
 
     from kernel.comm.tap.tap import Tap
+
+TAP: Final = "kernel.comm.tap.tap"
+"""Loaded by `install` only: it needs torch."""
 
 __all__ = ["decision", "install", "uninstall"]
 
@@ -41,9 +45,8 @@ def install(directory: str | os.PathLike[str], *, rank: int | None = None, capac
 
 def uninstall() -> None:
     """End the record of this process and take all wrappers out again. Idempotent."""
-    from kernel.comm.tap.tap import uninstall as end
-
-    end()
+    if (loaded := sys.modules.get(TAP)) is not None:
+        loaded.uninstall()
 
 
 def decision(text: str) -> None:
@@ -51,6 +54,5 @@ def decision(text: str) -> None:
 
     Where ranks part, the last decision of each says why. Texts are kept once each: leave out what always differs.
     """
-    from kernel.comm.tap.tap import decision as note
-
-    note(text)
+    if (loaded := sys.modules.get(TAP)) is not None:
+        loaded.decision(text)
