@@ -262,7 +262,8 @@ class Notes:
     def wait(self, note: Note, over: bool = False) -> None:
         """The host waits for a call, or goes on."""
         kind = Kind.CALL_WAITED if over else Kind.CALL_WAIT
-        site = 0 if over else self.site()[0]
+        # A blocking call waits where it was made.
+        site = 0 if over or not note.call.asynchronous else self.site()[0]
         self.event(kind, group=note.group.group.number, epoch=self.thread(), a=note.number, site=site)
 
     def host(self, what: str, over: bool = False) -> None:
