@@ -80,8 +80,9 @@ class Notes:
         self._labels: dict[Any, Known] = {}
         self._channels: Counter[Channel] = Counter()
         self._texts: dict[Call, int] = {}
-        self._sites: dict[tuple[Any, int], tuple[int, str]] = {}
-        self._library: dict[Any, bool] = {}
+        # By the identity of code objects, which are kept: hashing one takes microseconds.
+        self._sites: dict[tuple[int, int], tuple[int, Any]] = {}
+        self._library: dict[int, tuple[bool, Any]] = {}
         self._threads = itertools.count(1)
         self._lock = threading.Lock()
         self._broken: set[str] = set()
@@ -109,11 +110,11 @@ class Notes:
             if frame is None:
                 break
             code = frame.f_code
-            library = self._library.get(code)
+            library = self._library.get(id(code))
             if library is None:
-                library = self._library[code] = _is_library(code.co_filename)
-            if not library:
-                known = self._sites.get((code, frame.f_lineno))
+                library = self._library[id(code)] = (_is_library(code.co_filename), code)
+            if not library[0]:
+                known = self._sites.get((id(code), frame.f_lineno))
                 return (known if known is not None else self._new_site(frame))[0], via
             if code.co_filename == C10D:
                 via = code.co_name
@@ -122,12 +123,12 @@ class Notes:
             frame = frame.f_back
         return (0 if inner is None else self._new_site(inner)[0]), via
 
-    def _new_site(self, frame: FrameType) -> tuple[int, str]:
+    def _new_site(self, frame: FrameType) -> tuple[int, Any]:
         code = frame.f_code
         text = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
-        known = (self.recorder.site(text), text)
+        known = (self.recorder.site(text), code)
         if len(self._sites) < MOST_SITES:
-            self._sites[code, frame.f_lineno] = known
+            self._sites[id(code), frame.f_lineno] = known
         return known
 
     # -- groups ---------------------------------------------------------------------------------------------------
