@@ -287,7 +287,9 @@ print(json.dumps([{"pid": int(sys.argv[-1]), "thread_name": "MainThread", "owns_
 def test_lines_of_python_come_from_py_spy(stranger: int, tmp_path: Path) -> None:
     found = attach([stranger], spy=spy(tmp_path, SAYS))
     (stack,) = found.stacks
-    assert (stack.rank, stack.holds_gil, str(stack.frames[0])) == (3, True, "train.py:7 in step")
+    assert (stack.rank, stack.holds_gil, str(stack.frames[-1])) == (3, True, "train.py:7 in step")
+    # Where Linux keeps the thread comes below the frames of Python, which end at a call into C.
+    assert all((frame.file, frame.line) == ("[kernel]", 0) for frame in stack.frames[:-1])
     assert found.unknown == ()
 
 
@@ -310,7 +312,7 @@ def test_a_py_spy_that_fails_leaves_what_linux_says(script: str, said: str, stra
 def test_py_spy_itself(stranger: int) -> None:
     found = attach([stranger])
     assert found.stacks
-    assert any("may not read it" in line for line in found.unknown) or found.stacks[0].frames[0].line > 0
+    assert any("may not read it" in line for line in found.unknown) or found.stacks[0].frames[-1].line > 0
 
 
 def test_pids_that_are_no_ranks(stranger: int) -> None:

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel.record import HOST, Kind, Recorder, RingFollower, read, ring_path
+from kernel.record.layout import LISTS
 from kernel.request import Phase
 from rollout import cli
 from verify.live.process import process_state
@@ -61,7 +62,7 @@ def submit(rec: Recorder, label: str) -> None:
 # -- the state of a rank ---------------------------------------------------------------------------------------------
 
 EVENTS = st.tuples(
-    st.sampled_from([kind for kind in Kind if kind is not Kind.SIZES]),
+    st.sampled_from([kind for kind in Kind if kind not in LISTS]),
     st.sampled_from([None, Phase.D, Phase.P]),
     st.sampled_from([HOST, "D", "P"]),
     st.integers(0, 2),

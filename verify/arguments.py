@@ -33,9 +33,40 @@ def misfit(situation: Situation) -> Verdict | None:
             say = f"{words.number(meeting)} cannot be right: {told}."
             chain = tuple(f"rank {rank}: {text}{words.at(calls[rank])}" for rank, text in wrong.items())
             return Verdict(Class.MISMATCH, ranks=odd, chain=chain, say=say, fix=words.FIXES["mismatch"])
-        if len(calls) == len(meeting.seats) and (verdict := _lost(meeting, calls)):
+        if len(calls) == len(meeting.seats) and (verdict := _lost(meeting, calls) or _unlike(meeting, calls)):
             return verdict
     return None
+
+
+def _unlike(meeting: Meeting, calls: dict[int, Event]) -> Verdict | None:
+    """An all_to_all in which a member sends another one more or less than that expects, though the sums agree."""
+    members = [seat[0] for seat in meeting.seats]
+    sent: dict[int, list[int]] = {}
+    awaited: dict[int, list[int]] = {}
+    for rank, call in calls.items():
+        if call.operation != "all_to_all" or call.splits is None or call.sizes is None or call.outputs is None:
+            return None
+        sent[rank], awaited[rank] = ([sum(shape) for shape in shapes] for shapes in (call.sizes, call.outputs))
+        if not len(sent[rank]) == len(awaited[rank]) == len(members):
+            return None
+    wrong = [
+        (one, other, sent[one][there], awaited[other][here])
+        for here, one in enumerate(members)
+        for there, other in enumerate(members)
+        if sent[one][there] != awaited[other][here]
+    ]
+    if not wrong:
+        return None
+    lines = tuple(
+        f"rank {one} sends {taken} elements to rank {other}, which expects {given}"
+        for one, other, taken, given in wrong
+    )
+    where = words.at(calls[wrong[0][0]])
+    say = f"{words.number(meeting)}: the splits of this all_to_all do not fit: {lines[0]}{where}."
+    # Whoever is on each of several pairs that do not fit is the odd one; a single pair has two sides.
+    often = {rank for rank in members if all(rank in pair[:2] for pair in wrong)}
+    odd = tuple(often) if len(often) == 1 and len(wrong) > 1 else ()
+    return Verdict(Class.MISMATCH, ranks=odd, chain=lines[:8], say=say, fix=words.FIXES["mismatch"])
 
 
 def _sums(call: Event) -> tuple[int, int] | None:

@@ -11,43 +11,103 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
 from kernel.record import read
-from verify.events import Site
+from verify import words
+from verify.events import Confidence, Event, Kind, Site, State
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
 from verify.readers.record import of_recordings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kernel.record import Recording
 
 SPY_TIMEOUT_S = 20.0
 MOST_OUTPUT = 1 << 24
 THREADS = 4096
+MOST_RINGS = 1 << 16
 
 
-def attach(pids: Iterable[int], patience_s: float = 5.0, spy: str | None = "py-spy") -> Found:
+def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-spy") -> Found:
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
 
-    The rank of a process is that of its ring, else its environment's RANK. Raises UsageError, one line, for a pid that
-    is no process, or where nothing at all may be read.
+    The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
+    read too. A pid that is gone counts as a rank that has left, if its rank can be told. Where a record moved less than
+    patience_s ago, it is read again when it should have been silent for so long.
+    Raises UsageError, one line, for pids that are no processes, or where nothing at all may be read.
     """
     pids = list(dict.fromkeys(pids))
-    recordings: dict[int, Recording] = {}
-    threads: list[Stack] = []
+    here = [pid for pid in pids if runs(pid)]
+    gone = [pid for pid in pids if pid not in here]
+    if gone and not here:
+        what = f"pid {gone[0]}: no such process on this host"
+        raise UsageError(f"{what}: give the pids of ranks that run, or the directory of their record")
     unknown: list[str] = []
     worlds: set[int] = set()
-    for pid in pids:
-        if not Path(f"/proc/{pid}").is_dir():
-            raise UsageError(f"pid {pid}: no such process on this host: give the pids of ranks that run")
-        rank = rank_of(pid)
-        for path in ring_paths(pid):
+    ranks: dict[int, int | None] = {}
+    paths: dict[int, list[Path]] = {pid: ring_paths(pid) for pid in here}
+    recordings = _recordings(paths, unknown)
+    for pid in here:
+        mine = [rank for rank, recording in recordings.items() if recording.path in paths[pid]]
+        ranks[pid] = mine[-1] if mine else rank_of(pid)
+        if ranks[pid] is None:
+            unknown.append(f"pid {pid}: which rank is it? It has no RANK in its environment and no record")
+        if (size := _number(environment(pid).get("WORLD_SIZE"))) is not None and 0 < size <= 1 << 20:
+            worlds.add(size)
+    with ThreadPoolExecutor(min(8, len(here))) as pool:
+        told = list(pool.map(lambda pid: _stacks(pid, ranks[pid], spy), here))
+    threads = [stack for seen, _ in told for stack in seen]
+    unknown += [line for _, why in told for line in why]
+    if recordings and (rest := _youngest(recordings, patience_s)) > 0:
+        time.sleep(rest)
+        unknown_again: list[str] = []
+        recordings = _recordings(paths, unknown_again) or recordings
+    own = of_recordings(recordings, "record", patience_s) if recordings else Found("processes")
+    seen_ranks = frozenset(stack.rank for stack in threads if stack.rank is not None)
+    expected = own.expected | (frozenset(range(worlds.pop())) if len(worlds) == 1 else frozenset())
+    left = sorted(expected - own.present - seen_ranks)
+    events = own.events
+    if gone and len(left) == len(gone):
+        # Who is not here is who is gone.
+        events += tuple(Event(rank, Kind.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED) for rank in left)
+        taken = f"pid {', '.join(map(str, gone))}: gone, taken for {words.ranks(left)}"
+        unknown.append(f"{taken}, of which nothing is here")
+        seen_ranks |= frozenset(left)
+    elif gone:
+        unknown.append(f"pid {', '.join(map(str, gone))}: gone" + ("" if not left else ", and its rank is not known"))
+    return replace(
+        own,
+        events=events,
+        source="pid " + ", ".join(map(str, pids[:8])) + (f" and {len(pids) - 8} more" if len(pids) > 8 else ""),
+        present=own.present | seen_ranks,
+        expected=expected,
+        stacks=tuple(threads),
+        unknown=(*own.unknown, *unknown),
+    )
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that its parent has not buried yet has."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return Path(f"/proc/{pid}").is_dir()
+    return text.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
+
+
+def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict[int, Recording]:
+    """The rings of some processes and, from the same folders, those of the other ranks of their run."""
+    recordings: dict[int, Recording] = {}
+    for pid, mine in paths.items():
+        for path in mine:
             try:
                 recording = read(path)
             except UsageError as error:
@@ -56,25 +116,24 @@ def attach(pids: Iterable[int], patience_s: float = 5.0, spy: str | None = "py-s
             if recording.rank in recordings and recordings[recording.rank].pid != recording.pid:
                 raise UsageError(f"pid {pid}: another one is rank {recording.rank} too: give the pids of one run")
             recordings[recording.rank] = recording
-            rank = recording.rank
-        if rank is None:
-            unknown.append(f"pid {pid}: which rank is it? It has no RANK in its environment and no record")
-        if (size := _number(environment(pid).get("WORLD_SIZE"))) is not None and 0 < size <= 1 << 20:
-            worlds.add(size)
-        seen, why = _stacks(pid, rank, spy)
-        threads += seen
-        unknown += why
-    own = of_recordings(recordings, "record", patience_s) if recordings else Found("processes")
-    ranks = frozenset(stack.rank for stack in threads if stack.rank is not None)
-    expected = own.expected | (frozenset(range(worlds.pop())) if len(worlds) == 1 else frozenset())
-    return replace(
-        own,
-        source="pid " + ", ".join(map(str, pids[:8])) + (f" and {len(pids) - 8} more" if len(pids) > 8 else ""),
-        present=own.present | ranks,
-        expected=expected,
-        stacks=tuple(threads),
-        unknown=(*own.unknown, *unknown),
-    )
+    sizes = [size for each in recordings.values() if isinstance(size := each.meta.get("size"), int)]
+    for folder in {each.path.parent for each in recordings.values()}:
+        for path in sorted(folder.glob("rank*.ring"))[:MOST_RINGS]:
+            number = _number(path.stem.removeprefix("rank"))
+            if number is None or number in recordings or (sizes and number >= max(sizes)):
+                continue
+            try:
+                recordings[number] = read(path)
+            except UsageError as error:
+                unknown.append(str(error))
+    return recordings
+
+
+def _youngest(recordings: Mapping[int, Recording], patience_s: float) -> float:
+    """Seconds until all of them have been silent for patience_s, should they stay so."""
+    moved = [each.events[-1].time_ns for each in recordings.values() if each.events and each.closed_ns is None]
+    age = (time.monotonic_ns() - max(moved, default=0)) / 1e9
+    return patience_s - age + 0.05 if 0 <= age < patience_s else 0.0
 
 
 def ring_paths(pid: int) -> list[Path]:
@@ -152,7 +211,15 @@ def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], l
         found = stacks.from_json(run.stdout, Path(f"pid {pid}"), rank)
     except UsageError as error:
         return _proc_stacks(pid, rank), [f"pid {pid}: {error}"]
-    return [replace(each, pid=pid) for each in found], []
+    return [replace(each, pid=pid, frames=_kernel_frame(pid, each) + each.frames) for each in found], []
+
+
+def _kernel_frame(pid: int, stack: Stack) -> tuple[Site, ...]:
+    """Where Linux keeps the main thread, if it says so: a frame below those of Python, which end at a call into C."""
+    if stack.thread != "MainThread":
+        return ()
+    wait = _read(Path(f"/proc/{pid}/wchan"))
+    return (Site("[kernel]", 0, wait),) if wait and wait != "0" else ()
 
 
 def _proc_stacks(pid: int, rank: int | None) -> list[Stack]:

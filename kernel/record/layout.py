@@ -34,6 +34,8 @@ USED_AT: Final = 40
 """u64: bytes of the string table that hold whole entries."""
 CLOSED_AT: Final = 48
 """u64: monotonic nanoseconds of `close`, 0 before it."""
+BEAT_AT: Final = 56
+"""u64: monotonic nanoseconds at which a thread of the process last ran Python to say so; 0 where none does."""
 HEADER_AT: Final = 64
 WORD: Final = struct.Struct("<Q")
 LENGTH: Final = struct.Struct("<I")
@@ -104,6 +106,36 @@ class Kind(IntEnum):
     MARK = 62
     """A remark. text: what."""
 
+    # What `turnstile.record.install` writes, of programs that are not ours. In these, and in every other event of such
+    # a ring, epoch is the number of the thread; `kernel.record.foreign` says how the texts read.
+    CALL = 70
+    """A call of torch.distributed, before it is made. seq: its number in its channel; text: `foreign.Call`; a: elements
+    that go in; round: elements that come out."""
+    CALL_DONE = 71
+    """It is over. a: number of its CALL or REPLAY; text: why it failed, or "". seq: rank that it came from, or -1."""
+    INPUTS = 72
+    """Elements of each input, or for each member, where they differ; before its CALL. Laid out as SIZES."""
+    OUTPUTS = 73
+    """The same of outputs."""
+    CALL_WAIT = 74
+    """The host waits for a call. a: number of its CALL."""
+    CALL_WAITED = 75
+    """It goes on. a as before. Whether the call is over, CALL_DONE says."""
+    SYNC = 76
+    """The host waits for its device. text: stream, or "device"; a: what was enqueued before this event only, 0: all."""
+    SYNCED = 77
+    """Everything that was enqueued there before SYNC is over. text as before; a: number of SYNC."""
+    TOGETHER = 78
+    """The calls since event a of this thread were launched as one."""
+    DECISION = 79
+    """Something that this rank decided by itself. text: what."""
+    REPLAY = 80
+    """A CUDA graph was launched. text: `foreign.graph_text`; round: id of the stream's name; seq: launches so far."""
+    BASES = 82
+    """Numbers of the first calls of a REPLAY, before it, one for each channel in order of appearance. As SIZES."""
+    JOINED = 81
+    """What is enqueued from now on in a stream comes after a call. a: number of its CALL; text: the stream."""
+
 
 TEXTS: Final = frozenset(
     {
@@ -118,6 +150,15 @@ TEXTS: Final = frozenset(
         Kind.HOST_WAIT_LEAVE,
         Kind.EXCEPTION,
         Kind.MARK,
+        Kind.CALL,
+        Kind.CALL_DONE,
+        Kind.SYNC,
+        Kind.SYNCED,
+        Kind.DECISION,
+        Kind.REPLAY,
+        Kind.JOINED,
     }
 )
 """Kinds whose b is the id of a string."""
+LISTS: Final = frozenset({Kind.SIZES, Kind.INPUTS, Kind.OUTPUTS, Kind.BASES})
+"""Kinds that are laid out as `SIZES`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel.errors import UsageError
 from kernel.record.layout import (
+    BEAT_AT,
     CLOSED_AT,
     CRC_AT,
     EVENT,
@@ -22,6 +23,7 @@ from kernel.record.layout import (
     HEADER_AT,
     LANES,
     LENGTH,
+    LISTS,
     MAGIC,
     MAX_CAPACITY,
     MAX_HEADER,
@@ -75,6 +77,7 @@ class Recording:
     could not be read: being written just now, cut off, or damaged. truncated: the file is shorter than it was made.
     groups: name -> members. meta: what the run said about itself. wall_ns, monotonic_ns: one moment on both clocks.
     boot: ranks that share it share the monotonic clock. closed_ns: when it was closed in order, None if it was not.
+    beat_ns: when the process last ran Python to say so, None where nobody does. strings: the table, by id.
     """
 
     path: Path
@@ -93,6 +96,8 @@ class Recording:
     torn: int
     truncated: bool
     closed_ns: int | None
+    beat_ns: int | None = None
+    strings: tuple[str, ...] = ()
 
     def wall(self, time_ns: int) -> int:
         """An event's time as nanoseconds since 1970, which hosts share as well as their clocks agree."""
@@ -214,7 +219,7 @@ def _read(path: Path, fd: int, since: int) -> Recording:
     slots = _slots(fd, head.events_at, head.capacity)
     # Strings after events: an event's strings are in the table before the event is written.
     fixed = read_bytes(fd, 0, HEADER_AT)
-    used, closed = WORD.unpack_from(fixed, USED_AT)[0], WORD.unpack_from(fixed, CLOSED_AT)[0]
+    used, closed, beat = (WORD.unpack_from(fixed, at)[0] for at in (USED_AT, CLOSED_AT, BEAT_AT))
     strings = ["", *parse_strings(read_bytes(fd, head.strings_at, min(used, head.room)))]
     names = ["", *head.groups]
     decoded = (decode(slots[stamp], strings, names) for stamp in sorted(slots) if stamp - 1 > since)
@@ -230,6 +235,8 @@ def _read(path: Path, fd: int, since: int) -> Recording:
         torn=max(0, newest + 1 - oldest - len(events)),
         truncated=os.fstat(fd).st_size < head.events_at + head.capacity * EVENT.size,
         closed_ns=closed or None,
+        beat_ns=beat or None,
+        strings=tuple(strings),
         **head.said,
     )
 
@@ -308,10 +315,10 @@ def decode(slot: bytes, strings: list[str], groups: list[str]) -> Event | None:
     """None for a slot that holds no event (damaged)."""
     stamp, time_ns, seq, round_, epoch, a, b, site, group, kind, lane, _ = EVENT.unpack(slot)
     name = groups[group] if group < len(groups) else f"?{group}"
-    if kind == Kind.SIZES:
+    if kind in LISTS:
         _, _, _, *sizes, first, _, _, many, _ = SIZES.unpack(slot)
         text = ",".join(map(str, sizes[:many]))
-        return Event(stamp - 1, time_ns, Kind.SIZES, None, "host", name, seq, 0, -1, first, many, "", text)
+        return Event(stamp - 1, time_ns, KINDS[kind], None, "host", name, seq, 0, -1, first, many, "", text)
     if kind not in KINDS or lane not in LANES:
         return None
     phase, stream = LANES[lane]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel.errors import UsageError
 from kernel.record.layout import (
+    BEAT_AT,
     CLOSED_AT,
     EVENT,
     FORMAT,
@@ -159,13 +160,14 @@ class Recorder:
         b: int = 0,
         site: int = 0,
         time_ns: int = 0,
-    ) -> None:
+    ) -> int:
         """Append one event, in 0.6 to 0.7 microseconds on a quiet core.
 
         phase: D, P or None. stream: role of the stream it was put on, D, P or HOST. group: number from `group`, 0 for
         none. seq: count of that communicator's collectives, or as the kind says. a, b: unsigned, see `Kind`. site: id
         of its call site. time_ns: when it happened, on the recorder's clock, for what becomes known later; 0 for now.
-        Raises struct.error or KeyError for values out of range; late events after `close` are written all the same.
+        Returns its number. Raises struct.error or KeyError for values out of range; late events after `close` are
+        written all the same.
         """
         stamp = self._tick()
         self._pack(
@@ -184,9 +186,17 @@ class Recorder:
             PHASE_BITS[phase] | STREAM_BITS[stream],
             stamp,
         )
+        return stamp - 1
 
-    def sizes(self, group: int, seq: int, sizes: Sequence[int]) -> None:
-        """Note the members' row counts of collective (group, seq), in group order: one event for each eight."""
+    def beat(self) -> None:
+        """Say that this process runs Python."""
+        WORD.pack_into(self._map, BEAT_AT, max(1, self._clock()))
+
+    def sizes(self, group: int, seq: int, sizes: Sequence[int], kind: int = _SIZES) -> None:
+        """Note the members' row counts of collective (group, seq), in group order: one event for each eight.
+
+        kind: another one that is laid out alike.
+        """
         for start in range(0, len(sizes), 8):
             part = sizes[start : start + 8]
             stamp = self._tick()
@@ -200,7 +210,7 @@ class Recorder:
                 *(0,) * (8 - len(part)),
                 start,
                 group,
-                _SIZES,
+                kind,
                 len(part),
                 stamp,
             )
@@ -263,10 +273,14 @@ class NullRecorder(Recorder):
         b: int = 0,
         site: int = 0,
         time_ns: int = 0,
-    ) -> None:
+    ) -> int:
+        """0."""
+        return 0
+
+    def beat(self) -> None:
         """Nothing."""
 
-    def sizes(self, group: int, seq: int, sizes: Sequence[int]) -> None:
+    def sizes(self, group: int, seq: int, sizes: Sequence[int], kind: int = _SIZES) -> None:
         """Nothing."""
 
     def close(self) -> None:

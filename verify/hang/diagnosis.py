@@ -15,7 +15,8 @@ from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, judge, shortest_cycle
 from verify.events import Confidence
 from verify.evidence import situation_of
-from verify.hang.stacks import At, for_anybody, places, standings
+from verify.hang.alone import for_a_key, odd_one_out
+from verify.hang.stacks import At, for_anybody, places, recorded, standings
 from verify.matching import NOBODY_KNOWS, Situation, Standing
 from verify.waitgraph import stuck, wait_graph
 
@@ -69,7 +70,9 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     told = frozenset(where)
     everybody = sorted(found.expected | found.present | told)
     present = found.present | told
-    events = [*found.events, *standings(found.events, where)]
+    known, where = recorded(found, where)
+    standing = {rank: place for rank, place in where.items() if rank not in known}
+    events = [*found.events, *standings(found.events, standing)]
     situation = situation_of(events, everybody, quiet, found.present, found.unsure)
     graph = wait_graph(situation)
     core = _core(graph)
@@ -78,23 +81,26 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
         verdict = misfit(situation) or verdict
     absent = sorted(set(everybody) - present)
     if verdict.cls in (Class.NONE, Class.OUTSIDE) or verdict.certainty is Certainty.UNDECIDED:
-        ring = _ring(found, everybody, where, quiet)
+        ring = _ring(found, everybody, where, quiet, known)
         if ring is not None:
             verdict, situation, graph, core = ring
+        elif (odd := odd_one_out(found, everybody)) is not None:
+            verdict = odd
     if verdict.cls is Class.BELOW and (crossed := _crossed(situation)) is not None:
         verdict, situation, graph, core = crossed
     verdict = _weighed(verdict, found, situation, graph, absent, where)
+    if verdict.cls is Class.OUTSIDE and verdict.certainty is Certainty.CERTAIN and not _waited_for(graph):
+        verdict = _nobody_waits(verdict, situation)
     unknown = [*found.unknown]
     dark = frozenset(everybody) - found.present
     if absent:
         unknown.insert(0, f"no dump, log or stack from {words.ranks(absent)}")
-    unclear = [place for place in where.values() if place.at is At.UNCLEAR]
+    unclear = [place for place in where.values() if place.at is At.UNCLEAR and place.rank not in known]
     unknown += [f"what rank {place.rank} waits for in {place.site}: its stack ends there" for place in unclear[:2]]
     if lost := sum(stack.rank is None for stack in found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
-    return Diagnosis(
-        _placed(verdict, where), found.source, tuple(unknown), where, situation, graph, frozenset(core), dark
-    )
+    verdict = _placed(verdict, where, found.remarks)
+    return Diagnosis(verdict, found.source, tuple(unknown), where, situation, graph, frozenset(core), dark)
 
 
 def _core(graph: nx.DiGraph[Any]) -> set[Any]:
@@ -109,7 +115,9 @@ def _left(verdict: Verdict, situation: Situation) -> bool:
 Ring = tuple[Verdict, Situation, "nx.DiGraph[Any]", set[Any]]
 
 
-def _ring(found: Found, everybody: Sequence[int], where: dict[int, Place], quiet: bool) -> Ring | None:
+def _ring(
+    found: Found, everybody: Sequence[int], where: dict[int, Place], quiet: bool, known: frozenset[int]
+) -> Ring | None:
     """A ring through hosts of which only the stack tells that they wait for another rank, whichever that is.
 
     A key of the store is set by one of the ranks; a device without a known operation waits for one of those that share
@@ -120,23 +128,27 @@ def _ring(found: Found, everybody: Sequence[int], where: dict[int, Place], quiet
     for rank, place in where.items():
         if place.at is At.STORE:
             loose[rank] = for_anybody(place, everybody)
+        elif rank in known:
+            continue
         elif place.at in (At.DEVICE, At.COLLECTIVE) and rank not in open_ | found.whole:
             loose[rank] = for_anybody(place, _companions(found.events, rank) or everybody)
     loose = {rank: mine for rank, mine in loose.items() if mine}
     if not loose:
         return None
-    others = standings(found.events, {rank: place for rank, place in where.items() if rank not in loose})
+    others = standings(found.events, {rank: place for rank, place in where.items() if rank not in {*loose, *known}})
     events = [*found.events, *others, *(event for mine in loose.values() for event in mine)]
     situation = situation_of(events, everybody, quiet, found.present, found.unsure)
     graph = wait_graph(situation)
     core = _core(graph)
     if not any(("host", rank, "") in core for rank in loose):
-        return None
+        keyed = for_a_key(situation, graph, {rank: where[rank] for rank in loose})
+        return None if keyed is None else (keyed, situation, graph, core)
     nodes = shortest_cycle(graph.subgraph(core))
     actors = [node for node in nodes if node[0] != "op"]
     ranks = tuple(sorted({graph.nodes[node]["rank"] for node in actors}))
     tied = sorted(set(ranks) & set(loose))
-    if not tied:
+    if not tied or (set(ranks) == set(tied) and all(where[rank].at is not At.STORE for rank in tied)):
+        # Calls of which only stacks tell may be one and the same.
         return None
     first = min(range(len(actors)), key=lambda n: graph.nodes[actors[n]]["rank"])
     turned = actors[first:] + actors[:first]
@@ -198,6 +210,11 @@ def _weighed(
             return _undecided(verdict, why)
         if absent:
             return _undecided(verdict, f"no dump from {words.ranks(absent)}")
+        silent = {host.rank for host in situation.hosts if host.standing is Standing.UNKNOWN}
+        if early := silent & found.lively:
+            return _undecided(verdict, f"{words.ranks(early)} moved a moment ago and may yet come")
+    if verdict.cls in (Class.BELOW, Class.DEVICE_STALL) and found.lively:
+        return _undecided(verdict, f"{words.ranks(found.lively)} moved a moment ago, so that nothing may be stuck")
     if verdict.cls is Class.BELOW and not _all_seen(found, situation):
         blind = "".join(f": {line}" for line in found.unknown if "graph replays" in line)
         alike = verdict.say.partition(": not a fault")[0]
@@ -218,6 +235,20 @@ def _weighed(
             what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
             return verdict.undecided(f"the evidence holds {what}")
     return verdict
+
+
+def _waited_for(graph: nx.DiGraph[Any]) -> bool:
+    """Whether anybody waits for a host."""
+    return any(node[0] == "host" and graph.in_degree(node) for node in graph)
+
+
+def _nobody_waits(verdict: Verdict, situation: Situation) -> Verdict:
+    """Blocked outside of calls, of which none is open: perhaps the job has nothing to do."""
+    host = next(host for host in situation.hosts if host.standing is Standing.OUTSIDE)
+    what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
+    verb = "is" if len(verdict.ranks) == 1 else "are"
+    who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
+    return Verdict(Class.NONE).undecided(f"no call is open, so nobody waits for another; {who} in {what}")
 
 
 def _ahead(found: Found, situation: Situation) -> str:
@@ -244,8 +275,11 @@ def _all_seen(found: Found, situation: Situation) -> bool:
     return bool(ranks) and ranks <= found.whole
 
 
-def _placed(verdict: Verdict, where: dict[int, Place]) -> Verdict:
-    """With the line at which each blamed rank stands, unless it is in the sentence already."""
+def _placed(verdict: Verdict, where: dict[int, Place], remarks: Sequence[tuple[int, str]] = ()) -> Verdict:
+    """With the line at which each blamed rank stands, unless it is in the sentence already, and what was said of it."""
+    if verdict.cls is not Class.NONE:
+        said = tuple(f"rank {rank}: {text}" for rank, text in remarks if rank in verdict.ranks)
+        verdict = replace(verdict, chain=(*verdict.chain, *said[:6]))
     lines = [
         f"rank {rank} stands at {where[rank].site}"
         for rank in verdict.ranks

@@ -12,13 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from verify.events import Communicator, Event, Kind
+from verify.events import Communicator, Confidence, Event, Kind, Site, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from verify.events import Site
-    from verify.readers.found import Stack
+    from verify.readers.found import Found, Stack
 
 
 class At(StrEnum):
@@ -45,7 +44,7 @@ class Place:
 
 
 LIBRARY: Final = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$"
+    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+|kernel/comm/tap)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$"
 )
 STORE: Final = re.compile(r"(TCP|File|Hash|Prefix|UvTCP)?Store\w*::(wait|doWait|get|doGet)\b|^_store_based_barrier$")
 DEVICE: Final = re.compile(
@@ -64,7 +63,27 @@ LINE: Final = (
     (At.DEVICE, re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\s*\(")),
 )
 """Calls into C that leave no frame, as a line of the program shows them."""
+KERNEL: Final = "[kernel]"
+"""The file of a frame that says where Linux keeps the thread (/proc/PID/wchan)."""
+AWAKE: Final = frozenset({"running", "0", ""})
+KERNEL_WAITS: Final = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        (r"pipe_read|wait_for_partner|pipe_wait", "a read of a pipe"),
+        (r"pipe_write", "a write to a pipe"),
+        (r"nanosleep", "a sleep"),
+        (r"tty_read|wait_woken_tty|n_tty", "a read of a terminal"),
+        (r"flock|posix_lock|locks_lock", "a file lock"),
+        (r"^(nfs|rpc_|fuse|ceph|cl_|ll_|lustre)", "a network file system"),
+        (r"io_schedule|folio_wait|wait_on_page|blk_|jbd2", "the disk"),
+        (r"^(do_wait|wait4|kernel_wait)", "a child process"),
+        (r"do_signal_stop|ptrace_stop", "a stop signal or a debugger"),
+    )
+)
+"""Waits of the kernel that no collective makes. Futexes and sockets are not among them: gloo and stores use both."""
 LARGEST: Final = 4 << 20
+KEY: Final = "store: "
+"""How a record begins the name of a wait for a key of the store."""
 
 
 def places(stacks: Iterable[Stack]) -> dict[int, Place]:
@@ -83,9 +102,10 @@ def _main(stacks: Sequence[Stack]) -> Stack:
 
 
 def _place(rank: int, stack: Stack) -> Place:
-    own = [frame for frame in stack.frames if not LIBRARY.search(frame.file)]
-    site = own[0] if own else stack.frames[0]
-    inner = stack.frames[: stack.frames.index(site)] if own else stack.frames
+    frames = tuple(frame for frame in stack.frames if frame.file != KERNEL) or stack.frames
+    own = [frame for frame in frames if not LIBRARY.search(frame.file)]
+    site = own[0] if own else frames[0]
+    inner = frames[: frames.index(site)] if own else frames
     for frame in inner:
         name = frame.function
         if STORE.search(name):
@@ -94,11 +114,23 @@ def _place(rank: int, stack: Stack) -> Place:
             return Place(rank, At.DEVICE, name, site)
         if WORK.search(name) or (COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
             return Place(rank, At.COLLECTIVE, name, site)
-    if inner:
-        return Place(rank, At.OUTSIDE, inner[0].function or str(inner[0]), site)
+    waits = _kernel(stack)
+    if inner and inner[0].file != KERNEL:
+        return Place(rank, At.OUTSIDE, waits or inner[0].function or str(inner[0]), site)
     line = source_line(site)
     at = next((at for at, pattern in LINE if pattern.search(line)), At.UNCLEAR)
+    if at is At.UNCLEAR and waits:
+        return Place(rank, At.OUTSIDE, waits, site)
     return Place(rank, at, line if at is not At.UNCLEAR else site.function, site)
+
+
+def _kernel(stack: Stack) -> str:
+    """What a thread waits for by the kernel's word, where that is no business of a collective's; empty otherwise."""
+    function = next((frame.function for frame in stack.frames if frame.file == KERNEL), "")
+    what = next((what for pattern, what in KERNEL_WAITS if pattern.search(function)), "")
+    if stack.holds_gil and function and function not in AWAKE:
+        return f"{what or function}, with the interpreter lock held"
+    return what
 
 
 def source_line(site: Site) -> str:
@@ -128,6 +160,25 @@ def standings(events: Iterable[Event], where: dict[int, Place]) -> list[Event]:
         elif place.at is At.OUTSIDE:
             found.append(Event(place.rank, Kind.EXTERNAL, place.what, site=place.site))
     return found
+
+
+def recorded(found: Found, where: dict[int, Place]) -> tuple[frozenset[int], dict[int, Place]]:
+    """Ranks whose own record says what they wait in, which is more than a stack does; and all places, with theirs.
+
+    A place that only the record knows is added where it is a store: whose key it is does not matter then.
+    """
+    last = {event.rank: event for event in found.events if not event.thread}
+    known, places_ = set(), dict(where)
+    for rank, event in last.items():
+        if rank not in found.whole or event.state is State.COMPLETED or event.confidence is Confidence.INFERRED:
+            continue
+        if event.kind is Kind.EXTERNAL and event.operation.startswith(KEY):
+            site = event.site or Site("", 0)
+            places_[rank] = Place(rank, At.STORE, event.operation.removeprefix(KEY), site)
+            known.add(rank)
+        elif event.kind in (Kind.WAIT, Kind.EXTERNAL) or event.blocking:
+            known.add(rank)
+    return frozenset(known), places_
 
 
 def for_anybody(place: Place, peers: Iterable[int]) -> list[Event]:

@@ -37,7 +37,8 @@ class Found:
     expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each, for people.
     moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name of a group in
     which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
-    replays and host waits too.
+    replays and host waits too. lively: ranks that moved a moment ago, and may move again. remarks: of a rank, what
+    helps whoever has to look at it.
     """
 
     source: str
@@ -49,6 +50,8 @@ class Found:
     moved_ns: int | None = None
     unsure: frozenset[tuple[int, str]] = frozenset()
     whole: frozenset[int] = frozenset()
+    lively: frozenset[int] = frozenset()
+    remarks: tuple[tuple[int, str], ...] = ()
 
 
 def nothing_open(rank: int) -> Event:

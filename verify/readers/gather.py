@@ -155,9 +155,16 @@ def _all(reader: Reader, files: Sequence[Path]) -> Found:
 def merge(found: Sequence[Found]) -> Found:
     """Several pieces of evidence as one. Each rank's events stay in the order of their source."""
     present = frozenset[int]().union(*(each.present for each in found))
+    # A record of everything says more than what else there is of a rank, and says it once.
+    best = {rank: number for number, each in enumerate(found) for rank in each.whole}
     return Found(
         source=", ".join(dict.fromkeys(each.source for each in found if each.source)),
-        events=tuple(event for each in found for event in each.events),
+        events=tuple(
+            event
+            for number, each in enumerate(found)
+            for event in each.events
+            if best.get(event.rank, number) == number
+        ),
         present=present,
         expected=frozenset[int]().union(*(each.expected for each in found)),
         stacks=tuple(stack for each in found for stack in each.stacks),
@@ -165,4 +172,6 @@ def merge(found: Sequence[Found]) -> Found:
         moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
         unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
         whole=frozenset[int]().union(*(each.whole for each in found)),
+        lively=frozenset[int]().union(*(each.lively for each in found)),
+        remarks=tuple(remark for each in found for remark in each.remarks),
     )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 from kernel.record import HOST, Kind, Recording, read, read_run
+from kernel.record.foreign import PROGRAM
 from kernel.record.layout import MAGIC
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
@@ -86,6 +87,10 @@ READER = RecordReader()
 
 def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
     """What the rings of some ranks tell, read at about one moment. moved_ns: nanoseconds since 1970."""
+    if any(recording.meta.get("program") == PROGRAM for recording in recordings.values()):
+        from verify.readers import installed
+
+        return installed.of_recordings(recordings, source, patience_s)
     everybody = world_of(recordings.values())
     rings = {rank: Ring(recording, everybody, patience_s) for rank, recording in sorted(recordings.items())}
     for ring in rings.values():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _C10D: Final = re.compile(r"torch[/\\]distributed[/\\](?:distributed_c10d|_functional_collectives|nn[/\\]functional)\b")
 _LIBRARY: Final = re.compile(
-    r"(?:^|[/\\])(?:site-packages|dist-packages|lib[/\\]python3[.\d]*|torch|asyncio|concurrent|multiprocessing)[/\\]"
+    r"(?:^|[/\\])(?:site-packages|dist-packages|lib[/\\]python3[.\d]*|kernel[/\\]comm[/\\]tap|torch|asyncio|concurrent|multiprocessing)[/\\]"
     r"|^<|^(?:threading|queue|selectors|socket|ssl|subprocess|runpy|contextlib|functools|codecs|typing)\.py$"
     r"|\.so(?:\.[\d.]+)?$"
 )

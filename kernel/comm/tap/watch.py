@@ -1,0 +1,176 @@
+"""What becomes known later: a thread that notes which calls are over, and the exceptions that nobody catches.
+
+The thread also writes the time at which it ran into the ring. Where that time stands still though the process runs,
+some thread of it holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
+
+import torch
+
+from kernel.comm.tap.notes import OURS, TORCH, exception_text
+from kernel.record.layout import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kernel.comm.tap.notes import Note, Notes
+
+PERIOD_S: Final = 0.25
+MOST: Final = 4096
+"""Calls whose end is watched for; of more, the oldest are not."""
+
+
+class Watch:
+    """See the module. capturing: CUDA captures a graph in this process, during which no event may be asked for."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.capturing = False
+        self._works: deque[tuple[Callable[[], Any], Note]] = deque(maxlen=MOST)
+        self._marks: deque[tuple[Any, str, Note | int]] = deque(maxlen=MOST)
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._hooks: tuple[Any, Any, Any, Any] | None = None
+
+    # -- what is watched ------------------------------------------------------------------------------------------
+
+    def works(self, work: Any, note: Note, keep: bool = False) -> None:
+        """A Work that says when its call is over. keep: nobody in Python holds it."""
+        self._works.append(((lambda: work) if keep else ref(work), note))
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is noting something itself."""
+        return bool(getattr(self.notes.local, "marking", False))
+
+    def mark(self, note: Note) -> None:
+        """What is on the current stream now is behind a call: when it is over, so is the call."""
+        self._mark(note)
+
+    def launch(self, number: int) -> None:
+        """The same for a graph launch, event `number`."""
+        self._mark(number)
+
+    def _mark(self, what: Note | int) -> None:
+        try:
+            if self.capturing:
+                return
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.notes.local.marking = True
+            try:
+                event.record()
+            finally:
+                self.notes.local.marking = False
+            self._marks.append((event, str(torch.cuda.current_stream().cuda_stream), what))
+        except Exception as error:
+            self.notes.broken("the end of a call", error)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No event is asked for meanwhile."""
+        with self._lock:
+            yield
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and hear of exceptions."""
+        self._thread = threading.Thread(target=self._run, name="turnstile record", daemon=True)
+        self._thread.start()
+        mine = self._uncaught, self._uncaught_in_thread
+        self._hooks = (sys.excepthook, threading.excepthook, *mine)
+        sys.excepthook, threading.excepthook = mine
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._end.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+        if self._hooks is not None:
+            before, before_in_threads, mine, mine_in_threads = self._hooks
+            # Whoever hooked in after us calls us, and we call whom we found.
+            if sys.excepthook is mine:
+                sys.excepthook = before
+            if threading.excepthook is mine_in_threads:
+                threading.excepthook = before_in_threads
+        self._works.clear()
+        self._marks.clear()
+
+    def _run(self) -> None:
+        while not self._end.wait(PERIOD_S):
+            try:
+                self.notes.recorder.beat()
+                self.look()
+            except Exception as error:
+                self.notes.broken("what is over", error)
+
+    def look(self) -> None:
+        """Note what is over by now."""
+        for _ in range(len(self._works)):
+            try:
+                get, note = self._works.popleft()
+            except IndexError:
+                break
+            work = get()
+            if note.done or work is None:
+                continue
+            if note.on_host and work.is_completed():
+                # Who sent to a recv from anybody is asked when the program waits for it.
+                if note.call.peer != -1:
+                    self.notes.done(note)
+            else:
+                self._works.append((get, note))
+        with self._lock:
+            if self.capturing:
+                return
+            waiting: set[str] = set()
+            for _ in range(len(self._marks)):
+                try:
+                    event, stream, what = self._marks.popleft()
+                except IndexError:
+                    break
+                if stream in waiting or not event.query():
+                    waiting.add(stream)
+                    self._marks.append((event, stream, what))
+                elif isinstance(what, int):
+                    self.notes.event(Kind.CALL_DONE, seq=-1, epoch=self.notes.thread(), a=what)
+                else:
+                    self.notes.done(what)
+
+    # -- exceptions -----------------------------------------------------------------------------------------------
+
+    def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
+        before = self._hooks[0] if self._hooks is not None else sys.__excepthook__
+        if not self._end.is_set() and not issubclass(kind, KeyboardInterrupt):
+            self.exception(error, trace)
+        before(kind, error, trace)
+
+    def _uncaught_in_thread(self, args: Any) -> None:
+        before = self._hooks[1] if self._hooks is not None else threading.__excepthook__
+        if not self._end.is_set() and args.exc_value is not None:
+            self.exception(args.exc_value, args.exc_traceback)
+        before(args)
+
+    def exception(self, error: BaseException, trace: Any) -> None:
+        """Note an exception that ends a thread, and which call raised it."""
+        try:
+            number = next((call for mark, call in self.notes.failed if mark == id(error)), -1)
+            site = 0
+            for frame, line in traceback.walk_tb(trace):
+                file = frame.f_code.co_filename
+                if not file.startswith((TORCH, OURS)):
+                    site = self.notes.recorder.site(f"{file}:{line} {frame.f_code.co_qualname}")
+            text = self.notes.recorder.site(exception_text(error))
+            self.notes.event(Kind.EXCEPTION, epoch=self.notes.thread(), a=number + 1, b=text, site=site)
+        except Exception as failure:
+            self.notes.broken("an exception", failure)

@@ -1,0 +1,162 @@
+"""A rank of a small job on gloo that gets stuck, as `python stuck_program.py SCENE STORE-FILE RECORD-DIRECTORY FIFO`.
+
+RANK and WORLD_SIZE are in the environment, as torchrun sets them. Each rank prints `rank k: at the scene` right before
+the calls that get stuck. With a record directory that is not "-" it records itself, in the lines that README shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+STEPS = 3
+
+
+def here() -> None:
+    print(f"rank {RANK}: at the scene", flush=True)
+
+
+def train() -> torch.Tensor:
+    """A few steps that all ranks do alike."""
+    x = torch.ones(4)
+    for _ in range(STEPS):
+        dist.all_reduce(x)
+    return x
+
+
+def crossing() -> None:
+    """Two groups in opposite order, and the host waits for each call."""
+    one, other = dist.new_group(group_desc="P"), dist.new_group(group_desc="D")
+    x = train()
+    here()
+    for group in (one, other) if RANK == 0 else (other, one):
+        dist.all_reduce(x, group=group)
+
+
+def missing() -> None:
+    """The last rank goes on computing, and never makes the call."""
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        while x.sum() > 0:
+            x = x * 1.0
+    dist.all_reduce(x)
+
+
+def died() -> None:
+    """Rank 1 dies while rank 0 waits for its word."""
+    train()
+    store: Any = dist.distributed_c10d._get_default_store()
+    here()
+    if RANK == 1:
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.wait(["checkpoint written"], timedelta(minutes=10))
+
+
+def died_in_a_call() -> None:
+    """Rank 1 dies, and gloo tells rank 0 that is in a call with it, which keeps the exception and goes on."""
+    x = train()
+    here()
+    if RANK == 1:
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+
+
+def reads() -> None:
+    """The last rank reads a pipe that nobody writes to."""
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        with open(FIFO) as file:
+            print(file.read())
+    dist.all_reduce(x)
+
+
+def returns() -> None:
+    """The last rank has no tokens, and is through."""
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        return
+    dist.all_reduce(x)
+
+
+def returns_alive() -> None:
+    """The same, but its process waits for more work."""
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        if RECORD:
+            record.decision("skips the step: no tokens")
+        while True:
+            time.sleep(600)
+    dist.all_reduce(x)
+
+
+def other_operation() -> None:
+    """Rank 0 reduces while rank 1 broadcasts."""
+    x = train()
+    here()
+    if RANK == 0:
+        dist.all_gather([torch.empty(4) for _ in range(SIZE)], x)
+    else:
+        dist.broadcast(x, 0)
+        dist.barrier()
+
+
+def other_size() -> None:
+    """Rank 0 brings more elements than rank 1."""
+    train()
+    here()
+    dist.all_reduce(torch.ones(4 if RANK == 0 else 8))
+
+
+def holds_gil() -> None:
+    """The last rank is in C code that keeps the interpreter lock."""
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        ctypes.PyDLL(None).usleep(600_000_000)
+    dist.all_reduce(x)
+
+
+def pairs() -> None:
+    """Both ranks receive before they send."""
+    x = train()
+    here()
+    dist.recv(x, 1 - RANK)
+    dist.send(x, 1 - RANK)
+
+
+def ends() -> None:
+    """Nothing is wrong, and the job waits for its next piece of work."""
+    train()
+    here()
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    scene, file = sys.argv[1:3]
+    RECORD, FIFO = (sys.argv[3] if sys.argv[3] != "-" else ""), sys.argv[4]
+    if RECORD:
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+        from turnstile import record
+
+        record.install(RECORD)
+    store = dist.FileStore(file, SIZE)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(minutes=10))
+    globals()[scene]()
+    if scene not in ("returns",):
+        dist.barrier()

@@ -1,0 +1,250 @@
+"""Records of other people's programs, written by hand: what the reader and the diagnosis make of each situation."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kernel.record import Kind, Recorder, read, ring_path
+from kernel.record.foreign import PROGRAM, Call, Group
+from verify.blame import Certainty, Class
+from verify.events import Kind as What
+from verify.hang.diagnosis import diagnose_found
+from verify.readers.gather import merge
+from verify.readers.record import RecordReader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verify.hang.diagnosis import Diagnosis
+
+PROGRAM_LINE = "train.py:7 step"
+
+
+class Rank:
+    """The ring of one rank. ago_s: when everything in it happened."""
+
+    def __init__(self, out: Path, rank: int, size: int = 2, ago_s: float = 60.0, capacity: int = 1000) -> None:
+        self.rank = rank
+        self.recorder = Recorder(
+            ring_path(out, rank), rank=rank, groups={}, meta={"program": PROGRAM, "size": size}, capacity=capacity,
+            clock=lambda: time.monotonic_ns() - int(ago_s * 1e9),
+        )  # fmt: skip
+        self._groups = count(1)
+        self._numbers: dict[Any, int] = {}
+
+    def group(self, name: str, *ranks: int, base: int = 0, certain: bool = True) -> Group:
+        made = Group(next(self._groups), name, ranks, "gloo", base, certain)
+        self.recorder.site(made.text())
+        return made
+
+    def call(
+        self, group: Group, op: str = "all_reduce", size: int = 4, line: int = 7,
+        ins: tuple[int, ...] = (), outs: tuple[int, ...] = (), **more: Any,
+    ) -> int:  # fmt: skip
+        call = Call(op, dtype="float32", ins=len(ins) or 1, outs=len(outs) or 1, **{"medium": "gloo", **more})
+        key = (group.number, call.peer, call.op if call.peer is not None else "")
+        number = self._numbers[key] = self._numbers.get(key, group.base if call.peer is None else 0) + 1
+        if ins:
+            self.recorder.sizes(group.number, number, ins, Kind.INPUTS)
+        if outs:
+            self.recorder.sizes(group.number, number, outs, Kind.OUTPUTS)
+        return self.recorder.event(
+            Kind.CALL, group=group.number, seq=number, round_=sum(outs) or size, epoch=0, a=sum(ins) or size,
+            b=self.recorder.site(call.text()), site=self.recorder.site(f"train.py:{line} step"),
+        )  # fmt: skip
+
+    def wait(self, number: int) -> None:
+        self.recorder.event(Kind.CALL_WAIT, epoch=0, a=number)
+
+    def done(self, number: int, why: str = "", source: int = -1) -> None:
+        self.recorder.event(Kind.CALL_DONE, seq=source, epoch=0, a=number, b=self.recorder.site(why))
+
+    def over(self, *calls: int) -> None:
+        for number in calls:
+            self.wait(number)
+            self.done(number)
+
+    def text(self, kind: Kind, text: str, a: int = 0) -> None:
+        self.recorder.event(kind, epoch=0, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
+
+
+def told(out: Path, patience_s: float = 5.0) -> Diagnosis:
+    return diagnose_found(RecordReader(patience_s).read(out))
+
+
+def pair(out: Path, ago_s: float = 60.0, size: int = 2) -> list[tuple[Rank, Group]]:
+    ranks = [Rank(out, rank, size, ago_s) for rank in range(size)]
+    return [(rank, rank.group("world", *range(size))) for rank in ranks]
+
+
+@pytest.mark.parametrize(("ago_s", "code"), [(60.0, 1), (0.0, 3)])
+def test_a_rank_that_moved_a_moment_ago_may_yet_come(tmp_path: Path, ago_s: float, code: int) -> None:
+    """A healthy job, seen in the middle of a step."""
+    (one, group), (other, same) = pair(tmp_path, ago_s)
+    for rank, mine in ((one, group), (other, same)):
+        rank.over(rank.call(mine))
+    one.wait(one.call(group))
+    found = told(tmp_path)
+    assert found.code == code
+    if code == 3:
+        assert "rank 1 moved a moment ago and may yet come" in found.verdict.say
+        assert found.verdict.certainty is Certainty.UNDECIDED
+    else:
+        assert (found.verdict.cls, found.verdict.ranks) == (Class.MISSING, (1,))
+
+
+@pytest.mark.parametrize(("ago_s", "code"), [(60.0, 1), (0.0, 3)])
+def test_all_in_one_call_is_a_fault_below_only_if_it_lasts(tmp_path: Path, ago_s: float, code: int) -> None:
+    for rank, group in pair(tmp_path, ago_s):
+        rank.wait(rank.call(group))
+    found = told(tmp_path)
+    assert (found.code, found.verdict.cls, found.verdict.ranks) == (code, Class.BELOW, ())
+
+
+def test_two_open_calls_in_opposite_order_without_a_wait_are_no_cycle(tmp_path: Path) -> None:
+    """On gloo each call is its own; on a device two asynchronous ones of two groups are in two queues."""
+    for medium in ("gloo", "nccl"):
+        out = tmp_path / medium
+        for rank in (0, 1):
+            made = Rank(out, rank)
+            groups = [made.group(name, 0, 1) for name in ("a", "b")]
+            for group in groups if rank == 0 else groups[::-1]:
+                made.call(group, asynchronous=True, medium=medium, stream="" if medium == "gloo" else "stream 1")
+        found = told(out).verdict
+        assert (found.cls, found.certainty) != (Class.CYCLE, Certainty.CERTAIN)
+
+
+def test_a_call_between_an_asynchronous_one_and_its_wait_is_not_behind_it(tmp_path: Path) -> None:
+    """r0: A later, B, join A; r1: B, A. Both streams go on, and both meet."""
+    for rank in (0, 1):
+        made = Rank(tmp_path, rank)
+        a, b = made.group("a", 0, 1), made.group("b", 0, 1)
+        if rank == 0:
+            later = made.call(a, asynchronous=True, medium="nccl", stream="stream 1")
+            made.call(b, medium="nccl", stream="stream 1")
+            made.recorder.event(Kind.JOINED, epoch=0, a=later, b=made.recorder.site("stream 1"))
+        else:
+            made.call(b, medium="nccl", stream="stream 1")
+            made.call(a, medium="nccl", stream="stream 1")
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty) != (Class.CYCLE, Certainty.CERTAIN)
+
+
+def test_an_exception_of_a_call_is_told_from_its_cause(tmp_path: Path) -> None:
+    (one, group), (other, same) = pair(tmp_path)
+    number = one.call(group)
+    one.wait(number)
+    one.done(number, "RuntimeError: Connection closed by peer")
+    one.text(Kind.EXCEPTION, "RuntimeError: Connection closed by peer", a=number + 1)
+    other.text(Kind.EXCEPTION, "ValueError: bad batch")
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.EXCEPTION, (1,))
+    assert "ValueError: bad batch" in found.verdict.say
+    assert same.number == group.number
+
+
+def test_an_exception_that_nobody_explains_is_the_fault(tmp_path: Path) -> None:
+    (one, group), (other, same) = pair(tmp_path)
+    number = one.call(group)
+    one.done(number, "RuntimeError: no memory")
+    one.text(Kind.EXCEPTION, "RuntimeError: no memory", a=number + 1)
+    other.over(other.call(same))
+    other.wait(other.call(same))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.EXCEPTION, (0,))
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_recv_from_anybody_waits_for_one_of_all(tmp_path: Path, sent: int) -> None:
+    """Rank 0 waits for whoever sends first; rank 1 waits for rank 0, and rank 2 computes, or has sent."""
+    ranks = pair(tmp_path, size=3)
+    (zero, world), (one, same), (two, its) = ranks
+    zero.wait(zero.call(world, "recv", peer=-1, tag="0"))
+    one.wait(one.call(same))
+    if sent:
+        two.wait(two.call(its, "send", peer=0, tag="0"))
+    found = told(tmp_path)
+    if sent:
+        assert found.verdict.cls is not Class.CYCLE
+    else:
+        assert found.verdict.cls is Class.MISSING
+        assert 2 in found.verdict.ranks
+
+
+def test_splits_that_do_not_fit_though_their_sums_do(tmp_path: Path) -> None:
+    plans = {0: ((1, 2, 3), (1, 4, 2)), 1: ((4, 1, 1), (2, 1, 1)), 2: ((3, 1, 0), (3, 1, 0))}
+    for rank, group in pair(tmp_path, size=3):
+        ins, outs = plans[rank.rank]
+        rank.wait(rank.call(group, "all_to_all", ins=ins, outs=outs))
+    found = told(tmp_path)
+    assert (found.code, found.verdict.cls) == (1, Class.MISMATCH)
+    assert "rank 2 sends 3 elements to rank 0, which expects 2" in found.verdict.say
+
+
+@pytest.mark.parametrize("other", [{"root": 1}, {"reduce": "MAX"}, {"op": "broadcast"}])
+def test_arguments_that_differ(tmp_path: Path, other: dict[str, Any]) -> None:
+    for rank, group in pair(tmp_path, size=3):
+        rank.wait(rank.call(group, **{"op": "reduce", "root": 0, "reduce": "SUM", **(other if rank.rank == 2 else {})}))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.MISMATCH, (2,))
+
+
+def test_ranks_that_began_at_different_places_are_not_compared(tmp_path: Path) -> None:
+    """gloo's own count holds sends too, so that two counts that differ say nothing about collectives."""
+    one, other = Rank(tmp_path, 0), Rank(tmp_path, 1)
+    one.wait(one.call(one.group("world", 0, 1, base=7, certain=False)))
+    other.wait(other.call(other.group("world", 0, 1, base=9, certain=False)))
+    found = told(tmp_path)
+    assert found.verdict.certainty is Certainty.UNDECIDED
+    assert found.verdict.ranks == () or found.code == 3
+
+
+def test_the_same_record_twice_is_one(tmp_path: Path) -> None:
+    """As where a run's directory and the pids of its ranks are both given."""
+    (one, group), (_, _) = pair(tmp_path)
+    one.over(one.call(group, "send", peer=1, tag="0"))
+    one.wait(one.call(group))
+    found = RecordReader().read(tmp_path)
+    twice = merge([found, found])
+    assert twice.events == found.events
+    assert diagnose_found(twice).verdict == diagnose_found(found).verdict
+
+
+def test_a_ring_that_has_wrapped_keeps_its_numbers(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        made = Rank(tmp_path, rank, capacity=64)
+        group = made.group("world", 0, 1)
+        for _ in range(200 + 3 * rank):  # they have lost different calls
+            made.over(made.call(group))
+        if rank == 0:
+            for _ in range(3):
+                made.over(made.call(group))
+        made.wait(made.call(group))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.BELOW, ())
+    assert "call 204 on world" in found.verdict.say
+
+
+def test_no_python_for_a_while_means_that_a_thread_holds_the_lock(tmp_path: Path) -> None:
+    (one, group), (other, _) = pair(tmp_path)
+    one.wait(one.call(group))
+    other.text(Kind.DECISION, "starts")
+    other.recorder.beat()  # a minute ago
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.OUTSIDE, (1,))
+    assert "interpreter lock" in found.verdict.say
+    assert any("it decided last: starts" in line for line in found.verdict.chain)
+
+
+def test_a_ring_without_these_events_still_reads(tmp_path: Path) -> None:
+    """Rings of an earlier version have no beat, and their strings name no groups."""
+    recorder = Recorder(ring_path(tmp_path, 0), rank=0, groups={"P.TP": (0, 1)})
+    recorder.event(Kind.ENQUEUE, "P", "P", recorder.group("P.TP"), 1, a=4, b=recorder.site("AR"))
+    recording = read(recorder.path)
+    assert recording.beat_ns is None
+    assert [event.kind for event in recording.events] == [Kind.ENQUEUE]
+    assert [event.kind for event in RecordReader().read(recorder.path).events] == [What.COLLECTIVE]

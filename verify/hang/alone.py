@@ -1,0 +1,117 @@
+"""What stacks tell by themselves, without a record or a dump: where everybody stands, and who alone stands elsewhere.
+
+A stack shows neither the group of a call nor which call of it this is. So nothing is certain from stacks alone. But
+where all ranks stand in one call at one line, and the others are gone or blocked outside of all calls, those keep them
+waiting, if they are members at all; the verdict says so. Everything else is undecided, with what would decide it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import networkx as nx
+
+from verify import words
+from verify.blame import Certainty, Class, Verdict
+from verify.events import Kind
+from verify.hang.stacks import At, places
+from verify.matching import Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from verify.hang.stacks import Place
+    from verify.matching import Situation
+    from verify.readers.found import Found
+
+NEEDED: Final = "a record (turnstile.record.install) or Flight Recorder dumps of these ranks would"
+
+
+def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
+    """The verdict of stacks alone; None where there is other evidence of calls, or no stack."""
+    if any(event.calls for event in found.events) or not found.stacks:
+        return None
+    where = places(found.stacks)
+    gone = sorted({event.rank for event in found.events if event.kind is Kind.EXIT})
+    unseen = sorted(set(everybody) - set(where) - set(gone))
+    calling = {rank: place for rank, place in where.items() if place.at is At.COLLECTIVE and rank not in gone}
+    if unseen or not calling:
+        return None
+    others = {rank: place for rank, place in where.items() if rank not in calling and rank not in gone}
+    names = {(place.what, place.site) for place in calling.values()}
+    if not others and not gone:
+        why = f"{_standing(calling)}; whether these calls meet, stacks do not show: {NEEDED}"
+        return Verdict(Class.NONE).undecided(why)
+    if len(names) > 1:
+        more = f"; {_elsewhere(others)}" if others else f"; {words.ranks(gone)} left" if gone else ""
+        why = f"{_standing(calling)}{more}; which group each call is of, stacks do not show: {NEEDED}"
+        return Verdict(Class.NONE).undecided(why)
+    call = next(iter(calling.values()))
+    waiting = f"{words.ranks(calling).capitalize()} wait{'s' * (len(calling) == 1)} in {call.what} at {call.site}"
+    if gone:
+        left = f"{words.ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} left"
+        return _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
+    loose = {rank: place for rank, place in others.items() if place.at is not At.OUTSIDE}
+    if loose:
+        why = f"{waiting[0].lower()}{waiting[1:]}, and {_elsewhere(others)}, on the way to that call perhaps"
+        return Verdict(Class.NONE).undecided(f"{why}: look again; {NEEDED} tell")
+    chain = tuple(f"rank {rank} is blocked in {place.what} at {place.site}" for rank, place in others.items())
+    blocked = "; ".join(chain[:2])
+    return _blames(Class.OUTSIDE, sorted(others), f"{waiting}, while {blocked}, outside of all calls.", chain)
+
+
+def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Place]) -> Verdict | None:
+    """Of hosts that wait for a key of a store, which any other rank may set: the rank that alone could, and does not.
+
+    Ranks that wait in turn for the one that waits cannot. Of the others, those that left will not; of those that are
+    still there, only a single one can be named.
+    """
+    for rank, place in loose.items():
+        if place.at is not At.STORE or ("host", rank, "") not in graph:
+            continue
+        reached = nx.descendants(graph, ("host", rank, "")) - {("host", rank, "")}
+        roots = [graph.nodes[node]["host"] for node in reached if node[0] == "host" and not graph.out_degree(node)]
+        if not roots or any(host.standing is Standing.UNKNOWN for host in roots):
+            continue
+        left = [host for host in roots if host.standing in (Standing.EXITED, Standing.RAISED)]
+        blamed = roots if len(roots) == 1 else left if len(left) == len(roots) else []
+        if not blamed:
+            continue
+        cls = Class.MISSING
+        if any(host.standing is Standing.RAISED for host in blamed):
+            cls = Class.EXCEPTION
+        elif any(host.standing is Standing.OUTSIDE for host in blamed):
+            cls = Class.OUTSIDE
+        ranks = sorted({host.rank for host in blamed})
+        lines = tuple(words.standing(host) for host in blamed)
+        key = f"a key of the store ({place.what})"
+        say = f"Rank {rank} waits at {place.site} for {key}, which nobody else can set but {lines[0]}."
+        return Verdict(
+            cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=lines, say=say, fix=words.FIXES[cls.value],
+            condition=f"what rank {rank} waits for is up to another rank of the job",
+        )  # fmt: skip
+    return None
+
+
+def _blames(cls: Class, ranks: Sequence[int], say: str, chain: tuple[str, ...]) -> Verdict:
+    belong = "is a member" if len(ranks) == 1 else "are members"
+    return Verdict(
+        cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=chain, say=say, fix=words.FIXES[cls.value],
+        condition=f"{words.ranks(ranks)} {belong} of that call, which stacks do not show",
+    )  # fmt: skip
+
+
+def _standing(calling: dict[int, Place]) -> str:
+    lines: dict[str, list[int]] = {}
+    for rank, place in calling.items():
+        lines.setdefault(f"in {place.what} at {place.site}", []).append(rank)
+    told = [f"{words.ranks(ranks)} {'stands' if len(ranks) == 1 else 'stand'} {line}" for line, ranks in lines.items()]
+    return ", ".join(told[:3]) + (f" and {len(told) - 3} places more" if len(told) > 3 else "")
+
+
+def _elsewhere(others: dict[int, Place]) -> str:
+    told = []
+    for rank, place in list(others.items())[:3]:
+        what = {At.STORE: "waits for a key of the store", At.DEVICE: "waits for its device"}.get(place.at, "stands")
+        told.append(f"rank {rank} {what} at {place.site}")
+    return ", ".join(told)

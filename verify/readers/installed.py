@@ -1,0 +1,196 @@
+"""The record that `turnstile.record.install` makes of any program: its rings -> events.
+
+A call becomes a collective, send or recv with all of its arguments; calls of a graph come with each launch. Queues:
+
+    a backend of hosts (gloo)       each call is a queue of its own: none waits for an earlier one by itself
+    a device, as the program goes   the stream that was current
+    a device, asynchronous          the communicator's own queue, and later the stream that was told to wait for it
+
+What a thread waits in comes last: a call, its device, a key of a store. A rank that moved within `patience_s` may be
+about to do something: if it waits for nothing, it is not known what it does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kernel.record import Kind
+from kernel.record.foreign import HOST_MEDIA, PROGRAM
+from verify.events import Confidence, Event, State
+from verify.events import Kind as What
+from verify.readers.found import Found
+from verify.readers.installed_ring import Ring
+from verify.readers.record import alive
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kernel.record import Recording
+    from verify.readers.installed_ring import Item
+
+CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "not connected",
+                       "remote peer", "socket closed", "connectioneseterror")  # fmt: skip
+"""What an exception of a call says, in small letters, that tells of another rank's absence."""
+SILENT_S: Final = 3.0
+"""Without Python for so long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
+
+
+def is_installed(recording: Recording) -> bool:
+    """Whether a ring is of a program that is not ours."""
+    return recording.meta.get("program") == PROGRAM
+
+
+@dataclass
+class _Rank:
+    ring: Ring
+    age_s: float | None
+    """Seconds since it moved, of a process that runs here."""
+    left: Event | None = None
+    by_call: Item | None = None
+    """The call whose exception it left by."""
+
+
+def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
+    """What the rings of some ranks tell, read at about one moment."""
+    rings = {rank: Ring(recording) for rank, recording in sorted(recordings.items())}
+    everybody = set(rings)
+    for ring in rings.values():
+        everybody |= ring.everybody
+    ranks = {rank: _Rank(ring, _age(ring.recording)) for rank, ring in rings.items()}
+    for each in ranks.values():
+        _leave(each)
+    events: list[Event] = []
+    remarks: list[tuple[int, str]] = []
+    unknown: list[str] = []
+    lively: set[int] = set()
+    for rank, each in ranks.items():
+        consequence = each.by_call is not None and _consequence(rank, each, ranks)
+        if consequence and each.by_call is not None:
+            # What it was in says more than that it gave up.
+            unknown.append(f"{source}: rank {rank}: left because of another one: {each.by_call.failed[:200]}")
+            each.by_call.done = False
+            each.ring.waits[0] = each.by_call.number
+        mine = each.ring.events()
+        last = [] if consequence or each.left is None else [each.left]
+        if not last:
+            last = each.ring.standing()
+            if not last and (idle := _idle(each, patience_s)) is not None:
+                last = [idle]
+            if each.age_s is not None and each.age_s < patience_s:
+                lively.add(rank)
+                told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
+                unknown.append(f"{told}: look again before believing that it is stuck")
+        events += [*mine, *last]
+        unknown += [f"{source}: rank {rank}: {text}" for text in each.ring.unknown]
+        remarks += [(rank, text) for text in each.ring.remarks]
+    if absent := sorted(everybody - set(rings)):
+        told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        unknown.append(f"{source}: no ring of rank {told}")
+    moved = [each.wall(each.events[-1].time_ns) for each in recordings.values() if each.events]
+    return Found(
+        source,
+        events=tuple(events),
+        present=frozenset(rings),
+        expected=frozenset(everybody),
+        unknown=tuple(unknown),
+        moved_ns=max(moved, default=None),
+        unsure=_unsure(rings),
+        whole=frozenset(rank for rank, ring in rings.items() if ring.whole),
+        lively=frozenset(lively),
+        remarks=tuple(remarks),
+    )
+
+
+def _age(recording: Recording) -> float | None:
+    if not recording.events or recording.closed_ns is not None or not alive(recording):
+        return None
+    return max(0.0, (time.monotonic_ns() - recording.events[-1].time_ns) / 1e9)
+
+
+def _leave(rank: _Rank) -> None:
+    """How a rank left, if it did."""
+    ring, recording = rank.ring, rank.ring.recording
+    number = recording.rank
+    if (raised := ring.raised) is not None:
+        rank.by_call = ring.items_by_number.get(raised.a - 1)
+        rank.left = Event(number, What.EXIT, raised.text, site=ring.site(raised.site), state=State.COMPLETED)
+    elif recording.closed_ns is not None:
+        rank.left = Event(number, What.EXIT, state=State.COMPLETED)
+        if (site := ring.last_site()) is not None:
+            ring.remarks.append(f"its last call was at {site}")
+    elif alive(recording) is False:
+        ring.unknown.append(f"its process {recording.pid} is gone and has not said why")
+        rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+
+
+def _consequence(rank: int, mine: _Rank, ranks: Mapping[int, _Rank]) -> bool:
+    """Whether the exception that a call raised tells of another rank."""
+    item = mine.by_call
+    if item is None:
+        return False
+    text = item.failed.lower()
+    others = [each for other, each in ranks.items() if other != rank]
+    if any(word in text for word in CONSEQUENCES[:2]):
+        return True
+    if any(word in text for word in CONSEQUENCES[2:]) and any(each.left is not None for each in others):
+        return True
+    for each in others:
+        for other in each.ring.items:
+            if other.key == item.key and other.arguments != item.arguments:
+                return True
+    return False
+
+
+def _idle(rank: _Rank, patience_s: float) -> Event | None:
+    """Of a rank that waits for nothing in its record: what it does, where its process shows it."""
+    ring, number = rank.ring, rank.ring.recording.rank
+    recording = ring.recording
+    if rank.age_s is not None:
+        state = _state(recording.pid)
+        if state in ("T", "t"):
+            return _outside(number, "a stop signal or a debugger")
+        beat = recording.beat_ns
+        if beat is not None and (silent := (time.monotonic_ns() - beat) / 1e9) > SILENT_S:
+            told = f"no Python has run in its process for {silent:.0f} s"
+            ring.remarks.append(f"{told}: a thread holds the interpreter lock")
+            return _outside(number, "code that holds the interpreter lock")
+        if rank.age_s < patience_s:
+            return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
+    open_ = [item for item in ring.items if not item.done and item.thread == 0]
+    if open_ and all(item.medium in HOST_MEDIA for item in open_):
+        # A wait for one of them would be in the record.
+        return _outside(number, "code of its own, while calls are open", ring.last_site())
+    return None
+
+
+def _outside(rank: int, what: str, site: object = None) -> Event:
+    event = Event(rank, What.EXTERNAL, what, state=State.STARTED, confidence=Confidence.INFERRED)
+    return replace(event, site=site) if site is not None else event  # type: ignore[arg-type]
+
+
+def _state(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0] if ")" in text else ""
+
+
+def _unsure(rings: Mapping[int, Ring]) -> frozenset[tuple[int, str]]:
+    """Groups whose calls cannot be numbered alike on all ranks."""
+    bases: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    shaky: set[tuple[str, tuple[int, ...]]] = set()
+    for ring in rings.values():
+        for group in ring.groups.values():
+            key = (group.name, group.ranks or ())
+            bases.setdefault(key, set()).add(group.base)
+            if not group.certain:
+                shaky.add(key)
+    wrong = {key for key in shaky if len(bases[key]) > 1}
+    return frozenset((rank, name) for name, ranks in wrong for rank in ranks)
+
+
+__all__ = ["Kind", "is_installed", "of_recordings"]
