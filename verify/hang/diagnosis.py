@@ -212,8 +212,8 @@ def _weighed(
             return verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
         if stackless := sorted(set(where) - found.present):
             return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
-        if ahead := _ahead(found, situation):
-            return verdict.undecided(ahead)
+        if why := found.doubt or _ahead(found, situation):
+            return verdict.undecided(why)
         if not any(event.calls for event in found.events):
             what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
             return verdict.undecided(f"the evidence holds {what}")

@@ -37,7 +37,7 @@ class Found:
     expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each, for people.
     moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name of a group in
     which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
-    replays and host waits too.
+    replays and host waits too. doubt: why nothing that is wrong in this would not mean that nothing is; "" if it would.
     """
 
     source: str
@@ -49,6 +49,7 @@ class Found:
     moved_ns: int | None = None
     unsure: frozenset[tuple[int, str]] = frozenset()
     whole: frozenset[int] = frozenset()
+    doubt: str = ""
 
 
 def nothing_open(rank: int) -> Event:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+from verify.events import Kind
 from verify.readers.found import Damaged, Found
+from verify.readers.lines import rank_of_file
 from verify.runs import has_rings, several
 
 if TYPE_CHECKING:
@@ -38,16 +40,17 @@ def gather(paths: Sequence[str | Path]) -> Found:
     chosen: Chosen = {}
     ignored: list[str] = []
     damaged: list[str] = []
+    silent: list[Path] = []
     inside: set[Path] = set()
     for path in map(Path, paths):
         if path.is_dir():
-            inside |= _folder(path, known, chosen, ignored, damaged)
+            inside |= _folder(path, known, chosen, silent, damaged)
         elif (reader := _reader(path, known)) is not None:
             _take(chosen, reader, path)
         else:
-            names = ", ".join(reader.name for reader in known)
-            raise UsageError(f"{path}: no format that is known here ({names}): name another file, or its folder")
-    found = [_read(reader, files, inside, damaged) for reader, files in chosen.values()]
+            silent.append(path)
+    _companions(chosen, silent, inside, ignored)
+    found = [_read(reader, _once(files), inside, damaged) for reader, files in chosen.values()]
     if damaged:
         found.append(Found("", unknown=tuple(f"not used: {line}" for line in damaged[:4])))
     if ignored:
@@ -60,10 +63,8 @@ Chosen = dict[str, "tuple[Reader, list[Path]]"]
 """Name of a reader -> the reader and what it is to read."""
 
 
-def _folder(
-    folder: Path, known: Sequence[Reader], chosen: Chosen, ignored: list[str], damaged: list[str]
-) -> set[Path]:
-    """Choose what to read of a folder; its own files that are of a known format."""
+def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[Path], damaged: list[str]) -> set[Path]:
+    """Choose what to read of a folder; its own files. silent: gets those that are of no known format."""
     if (whole := next((reader for reader in known if reader.recognises(folder, b"")), None)) is not None:
         _take(chosen, whole, folder)
         return set()
@@ -86,22 +87,46 @@ def _folder(
             damaged.append(str(error))
             continue
         if reader is None:
-            ignored.append(file.name)
+            silent.append(file)
         else:
             _take(chosen, reader, file)
-            taken.add(file)
+        taken |= {file} if reader is not None else set()
     if not taken:
         if runs_ := [each for each in folders if has_rings(each)]:
             raise UsageError(f"{folder}: {several(runs_)}")
         below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
         raise UsageError(f"{folder}: holds no evidence that is known here: {below}")
-    return taken
+    return {*files}
+
+
+def _companions(chosen: Chosen, silent: Sequence[Path], inside: set[Path], ignored: list[str]) -> None:
+    """What is of no known format: beside the logs of other ranks, a rank's log without a line of a watchdog says that
+    the rank was there. Otherwise it is ignored in a folder, and an error where it was named.
+    """
+    logs = chosen.get("watchdog")
+    for path in silent:
+        if logs is not None and rank_of_file(path) is not None and path.is_file() and _is_text(path):
+            logs[1].append(path)
+        elif path in inside:
+            ignored.append(path.name)
+        else:
+            raise UsageError(
+                f"{path}: no format that is known here ({', '.join(READERS)}): name another file, or its folder"
+            )
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(HEAD)
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """Each file once, however often it was named, itself or by its folder."""
+    return list({path.resolve(): path for path in reversed(files)}.values())[::-1]
 
 
 def _take(chosen: Chosen, reader: Reader, path: Path) -> None:
-    taken = chosen.setdefault(reader.name, (reader, []))[1]
-    if path.resolve() not in {each.resolve() for each in taken[-1:]}:
-        taken.append(path)
+    chosen.setdefault(reader.name, (reader, []))[1].append(path)
 
 
 def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
@@ -153,11 +178,14 @@ def _all(reader: Reader, files: Sequence[Path]) -> Found:
 
 
 def merge(found: Sequence[Found]) -> Found:
-    """Several pieces of evidence as one. Each rank's events stay in the order of their source."""
+    """Several pieces of evidence as one. Each rank's events stay in the order of their source; how it left comes last,
+    whichever file told it.
+    """
+    events = [event for each in found for event in each.events]
     present = frozenset[int]().union(*(each.present for each in found))
     return Found(
         source=", ".join(dict.fromkeys(each.source for each in found if each.source)),
-        events=tuple(event for each in found for event in each.events),
+        events=tuple(sorted(events, key=lambda event: event.kind is Kind.EXIT)),
         present=present,
         expected=frozenset[int]().union(*(each.expected for each in found)),
         stacks=tuple(stack for each in found for stack in each.stacks),
@@ -165,4 +193,5 @@ def merge(found: Sequence[Found]) -> Found:
         moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
         unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
         whole=frozenset[int]().union(*(each.whole for each in found)),
+        doubt=next((each.doubt for each in found if each.doubt), ""),
     )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
+from verify.readers.lines import MOST, distinct, file_lines, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +67,10 @@ class NcclLogReader:
         """The lines of one log. Raises UsageError for one without any."""
         return of_logs([path])
 
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The logs of one job, one a process as NCCL_DEBUG_FILE makes them."""
+        return of_logs(paths)
+
 
 READER = NcclLogReader()
 
@@ -87,7 +91,7 @@ class _Line:
 def of_logs(paths: Sequence[Path]) -> Found:
     """The lines of the logs of one job together (NCCL_DEBUG_FILE makes one a process)."""
     log = _Log()
-    for path in paths:
+    for path in distinct(paths):
         log.take(path)
     if not log.lines:
         raise unusable(WHAT, paths[0], "no line of NCCL_DEBUG_SUBSYS=COLL in it", "set NCCL_DEBUG=INFO as well")

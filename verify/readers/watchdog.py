@@ -28,7 +28,7 @@ WHAT: Final = "log"
 DEFAULT: Final = "default_pg"
 UNNAMED: Final = "a group that the log does not name"
 NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
-_OTHER: Final = (b"[rank", b"Traceback (most recent call last)")
+TRACEBACK: Final = b"Traceback (most recent call last)"
 
 _TIMEOUT = re.compile(
     r"\[(?:PG [^\]]{0,200}?)?Rank (?P<rank>\d{1,7})\]\s+Watchdog caught collective operation timeout: Work\w{1,20}\("
@@ -62,12 +62,20 @@ class WatchdogReader:
     name = "watchdog"
 
     def recognises(self, path: Path, head: bytes) -> bool:
-        """A text file with a watchdog's line anywhere in it."""
-        return holds(path, head, NEEDLES)
+        """A text file with a watchdog's line anywhere in it, or with the traceback of a rank that is known."""
+        if holds(path, head, NEEDLES):
+            return True
+        if not holds(path, head, (TRACEBACK,)):
+            return False
+        return any(rank_in(line, path) is not None for _, line in file_lines(WHAT, path, (TRACEBACK,)))
 
     def read(self, path: Path) -> Found:
         """The lines of one log. Raises UsageError for one without any."""
         return of_logs([path])
+
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The logs of one job, one a rank as torchrun writes them: who is in a group is known from all of them."""
+        return of_logs(paths)
 
 
 READER = WatchdogReader()
@@ -88,7 +96,7 @@ def of_logs(paths: Sequence[Path]) -> Found:
     lines = _Lines()
     for path in paths:
         lines.take(path)
-    if not lines.kept:
+    if not lines.kept and not lines.raised:
         raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
     return lines.found(named(paths))
 
@@ -162,7 +170,11 @@ class _Lines:
             Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED)
             for rank, text in sorted(self.raised.items())
         ]
-        unknown = [f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"]
+        unknown = []
+        if self.groups:
+            unknown.append(
+                f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
+            )
         if self.nameless:
             unknown.append(
                 f"{source}: {self.nameless} lines tell no global rank; theirs is taken from inside the group"
@@ -170,12 +182,22 @@ class _Lines:
         if UNNAMED in self.groups:
             unknown.append(f"{source}: some timeouts do not say which group they are of")
         ranks = frozenset(self.seen)
-        return Found(source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown))
+        # A rank whose lines do not speak of a group may have lost them.
+        silent = frozenset(
+            (rank, name)
+            for name, group in self.groups.items()
+            for rank in self._members(name, group) - group.status.keys() - {rank for rank, _ in group.timeouts}
+        )
+        return Found(
+            source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent
+        )
+
+    def _members(self, name: str, group: _Group) -> set[int]:
+        named = set(group.status) | {rank for rank, _ in group.timeouts}
+        return named | self.seen if name in (DEFAULT, UNNAMED) else named
 
     def _events(self, name: str, group: _Group) -> list[Event]:
-        members = set(group.status) | {rank for rank, _ in group.timeouts}
-        if name in (DEFAULT, UNNAMED):
-            members |= self.seen
+        members = self._members(name, group)
         communicator = Communicator(tuple(sorted(members)), name)
         operations: dict[int, tuple[str, int | None]] = {}
         for (_, seq), told in sorted(group.timeouts.items()):
