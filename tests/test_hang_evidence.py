@@ -180,8 +180,8 @@ def test_logs_of_ranks_are_one_job_however_they_are_named(tmp_path: Path, capsys
     code, out = hang(capsys, "--json", *files)
     found = json.loads(out)
     assert (code, found["class"], found["ranks"]) == (1, "mismatch", [1])
+    files[1].write_text("step 4\n")
     with pytest.raises(UsageError, match="no format that is known"):
-        files[1].write_text("step 4\n")
         hang(capsys, files[1])
 
 
@@ -196,3 +196,20 @@ def test_a_traceback_in_the_log_of_a_rank_explains_why_it_is_not_there(
     found = json.loads(out)
     assert (code, found["class"], found["ranks"]) == (1, "exception", [1])
     assert "KeyError" in found["say"]
+
+
+def test_a_log_that_holds_lines_of_several_kinds_is_read_for_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job's stderr: NCCL's lines of both ranks, and rank 1's traceback."""
+    who = "host0:{0}:{0} [0] NCCL INFO"
+    call = " AllReduce: opCount 1e sendbuff 0x7f recvbuff 0x7e count 8 datatype 7 op 0 root 0 comm 0xc{0} [nranks=2]"
+    init = " ncclCommInitRankConfig comm 0xc{0} rank {0} nranks 2 cudaDev 0 commId 0xfeed"
+    both = (init, f"{call} stream 0x5")
+    lines = [f"[rank{rank}]: {(who + text).format(rank)}\n" for text in both for rank in (0, 1)]
+    lines += [lines[2], "[rank1]: Traceback (most recent call last):\n", "[rank1]: KeyError: 'loss'\n"]
+    (tmp_path / "stderr.log").write_text("".join(lines))
+    code, out = hang(capsys, "--json", tmp_path / "stderr.log")
+    found = json.loads(out)
+    assert (code, found["class"], found["ranks"]) == (1, "exception", [1])
+    assert "all_reduce (call 2 on 0xfeed)" in found["say"]

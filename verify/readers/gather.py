@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from kernel.errors import UsageError
 from verify.events import Kind
 from verify.readers.found import Damaged, Found
-from verify.readers.lines import rank_of_file
 from verify.runs import has_rings, several
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deepep", "nccl_log", "watchdog")
 """Modules of this package that export READER; the more particular formats first."""
+LOGS: Final = ("deepep", "nccl_log", "watchdog")
+"""Readers of lines in logs: one log may hold lines of each."""
 HEAD: Final = 4096
 MOST_FILES: Final = 100_000
 
@@ -45,8 +46,9 @@ def gather(paths: Sequence[str | Path]) -> Found:
     for path in map(Path, paths):
         if path.is_dir():
             inside |= _folder(path, known, chosen, silent, damaged)
-        elif (reader := _reader(path, known)) is not None:
-            _take(chosen, reader, path)
+        elif mine := _readers(path, known):
+            for reader in mine:
+                _take(chosen, reader, path)
         else:
             silent.append(path)
     _companions(chosen, silent, inside, ignored)
@@ -82,15 +84,15 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[
     taken: set[Path] = set()
     for file in files:
         try:
-            reader = _reader(file, known) if file.is_file() else None
+            mine = _readers(file, known) if file.is_file() else []
         except Damaged as error:
             damaged.append(str(error))
             continue
-        if reader is None:
-            silent.append(file)
-        else:
+        for reader in mine:
             _take(chosen, reader, file)
-        taken |= {file} if reader is not None else set()
+            taken.add(file)
+        if not mine:
+            silent.append(file)
     if not taken:
         if runs_ := [each for each in folders if has_rings(each)]:
             raise UsageError(f"{folder}: {several(runs_)}")
@@ -100,24 +102,20 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[
 
 
 def _companions(chosen: Chosen, silent: Sequence[Path], inside: set[Path], ignored: list[str]) -> None:
-    """What is of no known format: beside the logs of other ranks, a rank's log without a line of a watchdog says that
-    the rank was there. Otherwise it is ignored in a folder, and an error where it was named.
+    """Give files of no known format to the readers of logs that know others of the job and say that they belong there.
+    The rest is ignored in a folder, and an error where it was named.
     """
-    logs = chosen.get("watchdog")
     for path in silent:
-        if logs is not None and rank_of_file(path) is not None and path.is_file() and _is_text(path):
-            logs[1].append(path)
-        elif path in inside:
+        logs = [chosen[name] for name in LOGS if name in chosen and path.is_file()]
+        mine = [files for reader, files in logs if getattr(reader, "belongs", lambda _: False)(path)]
+        for files in mine:
+            files.append(path)
+        if not mine and path in inside:
             ignored.append(path.name)
-        else:
+        elif not mine:
             raise UsageError(
                 f"{path}: no format that is known here ({', '.join(READERS)}): name another file, or its folder"
             )
-
-
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(HEAD)
 
 
 def _once(files: Sequence[Path]) -> list[Path]:
@@ -129,8 +127,10 @@ def _take(chosen: Chosen, reader: Reader, path: Path) -> None:
     chosen.setdefault(reader.name, (reader, []))[1].append(path)
 
 
-def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
-    """The reader of a file. Raises UsageError for what is no file, or cannot be read."""
+def _readers(path: Path, known: Iterable[Reader]) -> list[Reader]:
+    """The readers of a file: one, or all that know lines of a log. Raises UsageError for what is no file, or cannot be
+    read.
+    """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
     if not path.is_file():
@@ -142,7 +142,13 @@ def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
         raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
     if not head:
         raise Damaged(f"{path}: empty: nothing was written to it; leave it out")
-    return next((reader for reader in known if reader.recognises(path, head)), None)
+    found: list[Reader] = []
+    for reader in known:
+        if (not found or reader.name in LOGS) and reader.recognises(path, head):
+            found.append(reader)
+            if reader.name not in LOGS:
+                break
+    return found
 
 
 def _read(reader: Reader, files: Sequence[Path], inside: set[Path], damaged: list[str]) -> Found:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WHAT: Final = "NCCL log"
+UNSEEN: Final = "a communicator that cannot be joined"
 NEEDLES: Final = (b": opCount ", b" commId ")
 _PROCESS = r"(?P<host>[^\s:\]]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[\d{1,4}\].{0,40}? NCCL INFO "
 _CALL = re.compile(
@@ -62,6 +63,11 @@ class NcclLogReader:
     def recognises(self, path: Path, head: bytes) -> bool:
         """A text file with a COLL line anywhere in it."""
         return holds(path, head, NEEDLES[:1])
+
+    def belongs(self, path: Path) -> bool:
+        """Whether a file is of a job whose COLL lines are in others: its process made communicators, and called nothing.
+        """
+        return holds(path, b"", NEEDLES)
 
     def read(self, path: Path) -> Found:
         """The lines of one log. Raises UsageError for one without any."""
@@ -155,10 +161,12 @@ class _Log:
         comms = self._communicators(world)
         events: list[Event] = []
         lost: set[int] = set()
+        unseen: set[int] = set()
         for line in self.lines:
             rank, comm = self.ranks.get(line.process), comms.get((line.process, line.comm[0]))
             if rank is None or comm is None:
                 lost.update([line.comm[1]] if rank is not None else [])
+                unseen.update([rank] if rank is not None else [])
                 continue
             events.append(self._event(line, rank, comm))
         if lost:
@@ -168,9 +176,11 @@ class _Log:
         silent = {process for process, _ in self.inside} - {line.process for line in self.lines}
         if self.taken == len(self.lines):
             events += [nothing_open(self.ranks[process]) for process in sorted(silent & self.ranks.keys())]
-        present = frozenset(event.rank for event in events)
+        present = frozenset(event.rank for event in events) | unseen
         expected = present | frozenset(range(world)) if world <= 1 << 20 else present
-        finished = finish(_grouped(events))
+        # What a rank called where nobody knows who else has to come, it may wait in.
+        waits = [Event(rank, Kind.WAIT, streams=(UNSEEN,), confidence=Confidence.INFERRED) for rank in sorted(unseen)]
+        finished = [*finish(_grouped(events)), *waits]
         return Found(source, events=tuple(finished), present=present, expected=expected, unknown=tuple(unknown))
 
     def _event(self, line: _Line, rank: int, comm: Communicator) -> Event:
