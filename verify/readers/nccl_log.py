@@ -65,8 +65,7 @@ class NcclLogReader:
         return holds(path, head, NEEDLES[:1])
 
     def belongs(self, path: Path) -> bool:
-        """Whether a file is of a job whose COLL lines are in others: its process made communicators, and called nothing.
-        """
+        """Whether a file is of a job whose COLL lines are in others: its process made communicators, and no call."""
         return holds(path, b"", NEEDLES)
 
     def read(self, path: Path) -> Found:
