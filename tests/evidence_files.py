@@ -141,6 +141,24 @@ def tracebacks(folder: Path, job: Job, ranks: Sequence[int]) -> None:
             )
 
 
+def spied(folder: Path, job: Job, ranks: Sequence[int]) -> None:
+    """`py-spy dump --native` of the ranks that are blocked outside collectives."""
+    for rank in ranks:
+        left = job.left.get(rank)
+        if left is not None and left.kind is Kind.EXTERNAL:
+            (folder / f"rank{rank}.txt").write_text(
+                f'Process {1000 + rank}: python train.py\nPython v3.12.1 (/usr/bin/python3.12)\n\n'
+                f'Thread {1000 + rank} (idle): "MainThread"\n    {left.operation} (libc.so.6)\n    load (data.py:5)\n'
+                "    <module> (train.py:40)\n"
+            )
+
+
+def all_of_torch(folder: Path, job: Job, ranks: Sequence[int], **how: Any) -> None:
+    """Dumps, stacks and logs together."""
+    for write_one in (dumps, tracebacks, spied):
+        write_one(folder, job, ranks, **(how if write_one is dumps else {}))
+
+
 def nccl_lines(folder: Path, job: Job, ranks: Sequence[int]) -> None:
     """NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=INIT,COLL, a file of each process."""
     for rank in ranks:

@@ -1,10 +1,11 @@
-"""A gloo job that gets stuck, dumps what PyTorch recorded and where its threads stand, and ends: rank, size, scene, out.
+"""A gloo job that gets stuck, dumps what PyTorch recorded and where its threads stand, and ends.
 
-Run as a program, one process a rank. Each rank writes `dump_rank_<rank>` and `rank<rank>.txt` into the folder.
+Arguments: rank, size, scene, folder. Run as a program, one process a rank. Each rank writes `dump_rank_<rank>` and `rank<rank>.txt` into the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -40,10 +41,8 @@ def main(rank: int, size: int, scene: str, out: Path) -> None:
 
     threading.Thread(target=dump, daemon=True).start()
     (out / f"last_{rank}").touch()
-    try:
+    with contextlib.suppress(RuntimeError):  # a peer has ended first, after all had dumped
         globals()[scene](rank, data, dist, pair)
-    except RuntimeError:
-        pass  # a peer has ended first, after all had dumped
     threading.Event().wait()
 
 

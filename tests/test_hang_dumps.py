@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kernel.errors import UsageError
+from kernel.record import GraphCall, Kind, Recorder, ring_path
 from rollout.cli import main
 from verify.blame import Certainty, Class
 from verify.events import Site
@@ -116,6 +117,51 @@ def test_stacks_close_the_ring_that_dumps_cannot_show() -> None:
     assert "probe/hang.py:52" in found.verdict.chain[1]
     assert not any("no dump" in line for line in found.unknown)
     assert "not called" not in as_text(found)
+
+
+def test_stack_files_beside_the_dumps_close_the_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same, as an engineer has it: dumps and what `py-spy dump --native` printed, in one folder."""
+    shutil.copytree(H200 / "host_blocked", tmp_path / "job")
+    for rank, frames in enumerate((WAITS_FOR_ITS_DEVICE, WAITS_FOR_A_KEY)):
+        lines = [f"    {site.function} ({site.file}{f':{site.line}' if site.line else ''})" for site in frames]
+        (tmp_path / "job" / f"rank{rank}.txt").write_text(
+            f'Process {70 + rank}: python probe/hang.py\nPython v3.12.1 (/usr/bin/python3.12)\n\n'
+            f'Thread {70 + rank} (idle): "MainThread"\n' + "\n".join(lines) + "\n"
+        )
+    code, text = run(capsys, "--json", tmp_path / "job")
+    answer = json.loads(text)
+    assert (code, answer["class"], answer["ranks"]) == (1, "cycle", [0, 1])
+    assert "probe/hang.py:49" in answer["say"]
+    assert "probe/hang.py:52" in answer["say"]
+    code, text = run(capsys, tmp_path / "job")
+    assert (code, len(text.splitlines()) <= 25) == (1, True)
+
+
+@pytest.mark.parametrize("opposite", [True, False])
+def test_our_record_shows_the_crossing_with_a_graph(
+    opposite: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program of crossed_same_stream_graph under our record: P's all_reduce and a graph of D on one stream."""
+    for rank in range(2):
+        groups = {"P.TP": (0, 1), "D.TP": (0, 1)}
+        ring = Recorder(ring_path(tmp_path, rank), rank=rank, groups=groups, meta={"size": 2}, clock=lambda: 1)
+        graph = ring.graph([GraphCall("AG", "D.TP", 64)])
+        for kind in (Kind.ENQUEUE, Kind.GRAPH_LAUNCH)[:: -1 if opposite and rank else 1]:
+            if kind is Kind.ENQUEUE:
+                line = ring.site("probe/cross.py:39 P")
+                ring.event(kind, "P", "D", ring.group("P.TP"), 1, a=64, b=ring.site("AR"), site=line)
+            else:
+                ring.event(kind, "D", "D", a=1, b=graph, site=ring.site("probe/cross.py:44 D"))
+        ring.event(Kind.HOST_WAIT_ENTER, b=ring.site("P device"))
+        del ring
+    code, text = run(capsys, "--json", tmp_path)
+    answer = json.loads(text)
+    if opposite:
+        assert (code, answer["class"], answer["ranks"]) == (1, "cycle", [0, 1])
+        assert "all_gather" in answer["say"]
+        assert "all_reduce" in answer["say"]
+    else:
+        assert answer["class"] != "cycle"
 
 
 def test_half_of_the_stacks_closes_no_ring() -> None:

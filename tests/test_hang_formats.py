@@ -64,6 +64,9 @@ FORMATS = {
         files.dumps, {fault: cls for fault, cls in DUMPS.items() if fault is not Fault.SITE}, BLIND,
         how={"as_json": True},
     ),
+    "joined": Format(
+        files.all_of_torch, {**DUMPS, Fault.EXCEPTION: Class.EXCEPTION, Fault.OUTSIDE: Class.OUTSIDE}, BLIND
+    ),
     "watchdog": Format(
         files.watchdog, {**MISSING, **MISMATCH, Fault.CYCLE: Class.CYCLE, Fault.STALL: Class.DEVICE_STALL}, BLIND,
         pairs=False, settles=False,
@@ -146,7 +149,7 @@ def test_with_some_of_the_evidence_nobody_is_blamed_wrongly(
     folder = tmp_path_factory.mktemp("evidence")
     ranks = sorted(data.draw(st.sets(st.sampled_from(EVERYBODY), min_size=1)))
     how = dict(known.how)
-    if known.write is files.dumps:
+    if known.write in (files.dumps, files.all_of_torch):
         how |= data.draw(st.sampled_from([{}, {"active": True}, {"keep": 1}, {"keep": 3}]))
     elif known.write is files.watchdog:
         how["chatty"] = data.draw(st.booleans())
