@@ -1,6 +1,7 @@
 """A gloo job that gets stuck, dumps what PyTorch recorded and where its threads stand, and ends.
 
-Arguments: rank, size, scene, folder. Run as a program, one process a rank. Each rank writes `dump_rank_<rank>` and `rank<rank>.txt` into the folder.
+Arguments: rank, size, scene, folder. Run as a program, one process a rank. Each writes `dump_rank_<rank>` and
+`rank<rank>.txt` into the folder.
 """
 
 from __future__ import annotations

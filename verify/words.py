@@ -78,21 +78,30 @@ def waiters(meeting: Meeting) -> str:
 
 def standing(host: Host) -> str:
     """A host that waits for nobody."""
+    return standings([host])
+
+
+def standings(hosts: Sequence[Host]) -> str:
+    """Hosts that wait for nobody and stand alike, in the words for the first."""
+    host, numbers = hosts[0], {host.rank for host in hosts}
     event = host.event
-    name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread.strip(NOBODY_KNOWS) else "")
+    name = ranks(numbers)
+    if len(hosts) == 1 and host.thread.strip(NOBODY_KNOWS):
+        name += f" (thread {host.thread})"
+    has, is_, does = ("has", "is", "does") if len(numbers) == 1 else ("have", "are", "do")
     what = event.operation if event is not None else ""
     match host.standing:
         case Standing.RAISED:
             return f"{name}, which left by {what}{at(event)}"
         case Standing.EXITED:
-            return f"{name}, which has left{at(event)}"
+            return f"{name}, which {has} left{at(event)}"
         case Standing.OUTSIDE:
-            return f"{name}, which is blocked outside collectives, in {what}{at(event)}"
+            return f"{name}, which {is_} blocked outside collectives, in {what}{at(event)}"
         case Standing.FINISHED:
-            return f"{name}, which is at its end and does not call it"
+            return f"{name}, which {is_} at {'its' if has == 'has' else 'the'} end and {does} not call it"
         case Standing.UNKNOWN:
-            return f"{name}, of which it is not known what it does"
-    return f"{name}, which has not called it"
+            return f"{name}, of which it is not known what {'it does' if has == 'has' else 'they do'}"
+    return f"{name}, which {has} not called it"
 
 
 def sites(meeting: Meeting) -> dict[str, list[int]]:

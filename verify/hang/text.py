@@ -89,7 +89,9 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
         rows.setdefault(standing[rank], []).append(rank)
     graph = diagnosis.graph
     ring = {graph.nodes[node]["rank"] for node in diagnosis.core if node[0] != "op"} if graph is not None else set()
-    marked = set(diagnosis.verdict.ranks) | (ring if diagnosis.verdict.cls is Class.CYCLE else set())
+    # Where the odd ones of a ring are known, the others in it are not marked.
+    marked = set(diagnosis.verdict.ranks)
+    marked |= ring if diagnosis.verdict.cls is Class.CYCLE and not marked else set()
     # Blamed ranks apart from others that stand alike, and first.
     parted = [
         (cells, part)

@@ -102,10 +102,19 @@ def _place(meeting: Meeting) -> str:
 def _stations(
     situation: Situation, everybody: Sequence[int], marked: Collection[Any], blamed: Collection[int]
 ) -> tuple[int, ...]:
-    """All ranks, or as many as fit: those blamed, those of the ring, those without whom operations wait, the others."""
+    """All ranks, or as many as fit: those blamed, of the ring, without whom operations wait, who wait for those blamed."""
     involved = {seat[0] for key in marked if key in situation.meetings for seat in situation.meetings[key].arrived}
     lacked = {seat[0] for each in situation.meetings.values() for seat in each.seats if seat not in each.arrived}
-    order = sorted(everybody, key=lambda rank: (rank not in blamed, rank not in involved, rank not in lacked, rank))
+    beside = {
+        seat[0]
+        for each in situation.meetings.values()
+        if any(seat[0] in blamed and seat not in each.arrived for seat in each.seats)
+        for seat in each.arrived
+    }
+    order = sorted(
+        everybody,
+        key=lambda rank: (rank not in blamed, rank not in involved, rank not in lacked, rank not in beside, rank),
+    )
     return tuple(sorted(order[:STATIONS]))
 
 
