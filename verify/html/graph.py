@@ -104,8 +104,8 @@ def table(graph: nx.DiGraph[Any], cycle: Collection[Any] = (), blamed: Collectio
     """
     ops = [node for node in graph if node[0] == "op" and graph.in_degree(node) and graph.out_degree(node)]
     # What somebody waits in first, and then what is behind that.
-    heads = {op for op in ops if graph.nodes[op].get("active")}
-    ops.sort(key=lambda op: (op not in cycle, op not in heads, not _roots(graph, op), -graph.in_degree(op), str(op)))
+    front = {op for op in ops if graph.nodes[op].get("active")}
+    ops.sort(key=lambda op: (op not in cycle, op not in front, not _roots(graph, op), -graph.in_degree(op), str(op)))
     if not ops:
         return ""
     parts: list[str] = []
