@@ -164,6 +164,19 @@ def test_our_record_shows_the_crossing_with_a_graph(
         assert answer["class"] != "cycle"
 
 
+def test_a_stack_is_no_record_of_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 stands in a line that may be in the very call that it seems to lack."""
+    (tmp_path / "rank1.txt").write_text(
+        'Process 71: python train.py\nPython v3.12.1 (/usr/bin/python3.12)\n\nThread 71 (idle): "MainThread"\n'
+        "    train (train.py:9)\n"
+    )
+    code, text = run(capsys, "--json", H200 / "missing_member" / "dump_rank_0", tmp_path / "rank1.txt")
+    assert (code, json.loads(text)["ranks"]) == (3, [])
+    code, text = run(capsys, H200 / "missing_member" / "dump_rank_0", tmp_path / "rank1.txt")
+    assert "no evidence" in text
+    assert "not called" not in text
+
+
 def test_half_of_the_stacks_closes_no_ring() -> None:
     key = with_stacks("host_blocked", r1=WAITS_FOR_A_KEY)
     assert key.verdict.cls is not Class.CYCLE

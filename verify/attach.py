@@ -70,8 +70,9 @@ def attach(pids: Iterable[int], patience_s: float = 5.0, spy: str | None = "py-s
     return replace(
         own,
         source="pid " + ", ".join(map(str, pids[:8])) + (f" and {len(pids) - 8} more" if len(pids) > 8 else ""),
-        present=own.present | ranks,
-        expected=expected,
+        # A stack says where a rank stands, not which calls it has made: only a record does.
+        present=own.present,
+        expected=expected | ranks,
         stacks=tuple(threads),
         unknown=(*own.unknown, *unknown),
     )

@@ -145,7 +145,8 @@ def _ring(found: Found, everybody: Sequence[int], where: dict[int, Place], quiet
         for n, actor in enumerate(turned)
     )
     say = f"{words.ranks(ranks).capitalize()} wait in a ring: {'; '.join(chain)}."
-    condition = " and ".join(f"what rank {rank} waits for is up to another rank of the job" for rank in tied[:2])
+    verb = "waits" if len(tied) == 1 else "wait"
+    condition = f"what {words.ranks(tied)} {verb} for is up to another rank of the job"
     cycle = Verdict(Class.CYCLE, ranks=ranks, chain=chain, say=say, fix=words.FIXES["cycle"])
     return replace(cycle, certainty=Certainty.CONDITIONAL, condition=condition), situation, graph, core
 
