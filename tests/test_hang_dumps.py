@@ -133,6 +133,7 @@ def test_stack_files_beside_the_dumps_close_the_ring(tmp_path: Path, capsys: pyt
     assert (code, answer["class"], answer["ranks"]) == (1, "cycle", [0, 1])
     assert "probe/hang.py:49" in answer["say"]
     assert "probe/hang.py:52" in answer["say"]
+    assert answer["say"].endswith("Only if what ranks 0 and 1 wait for is up to another rank of the job.")
     code, text = run(capsys, tmp_path / "job")
     assert (code, len(text.splitlines()) <= 25) == (1, True)
 
@@ -162,6 +163,16 @@ def test_our_record_shows_the_crossing_with_a_graph(
         assert "all_reduce" in answer["say"]
     else:
         assert answer["class"] != "cycle"
+
+
+def test_the_page_does_not_say_what_no_record_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 has left stacks only: whether it made the calls of rank 1 is not known, and the page names its waits."""
+    page = run(capsys, H200 / "host_blocked", DUMPS.parent / "joined" / "host_blocked", "--html", "-")[1]
+    assert "rank 0 has not called Call" not in page
+    assert "rank 0 has not called What rank 1 waits for (a key of the store)" in page
+    assert ">a key of the store<" in page
+    assert "? store" not in page
+    assert "rank 1 has not called Call 2 on P_full_tp" in run(capsys, H200 / "missing_member", "--html", "-")[1]
 
 
 def test_a_stack_is_no_record_of_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

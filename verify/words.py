@@ -26,6 +26,10 @@ FIXES = {
 }
 
 
+GUESSED = {"? store": "a key of the store", "? device": "its device", "? collective": "a collective"}
+"""Waits of which only the stack tells, by the name of their channel -> what people call them."""
+
+
 def ranks(numbers: Iterable[int]) -> str:
     """`rank 1`, `ranks 0, 1 and 2`; long lists are cut."""
     names = [str(number) for number in sorted(set(numbers))]
@@ -39,6 +43,8 @@ def ranks(numbers: Iterable[int]) -> str:
 def number(meeting: Meeting) -> str:
     """`Call 2 on dp`, `Transfer 1 from rank 0 to rank 1`."""
     (kind, name, members), count = meeting.key
+    if name in GUESSED:
+        return f"What rank {members[1]} waits for ({GUESSED[name]}) from rank {members[0]}"
     if kind == "pair":
         return f"Transfer {count + 1} from rank {members[0]} to rank {members[1]}" + (f" on {name}" if name else "")
     return f"Call {count + 1} on {name or '{' + ','.join(map(str, members)) + '}'}"
@@ -46,6 +52,8 @@ def number(meeting: Meeting) -> str:
 
 def operation(meeting: Meeting) -> str:
     """`all_reduce (call 2 on dp)`, `transfer 1 from rank 0 to rank 1`."""
+    if (guessed := GUESSED.get(meeting.key[0][1])) is not None:
+        return guessed
     text = number(meeting)
     text = text[0].lower() + text[1:]
     if meeting.key[0][0] == "pair":

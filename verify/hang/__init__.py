@@ -78,7 +78,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     if page is not None:
         from verify.html import diagnosis_page
 
-        html = diagnosis_page(diagnosis.to_dict(), diagnosis.situation)
+        html = diagnosis_page(diagnosis.to_dict(), diagnosis.situation, dark=diagnosis.dark)
         if page == "-":
             print(html, end="")
             return diagnosis.code

@@ -54,12 +54,19 @@ class Diagnosis:
             return 3
         return 0 if self.verdict.cls is Class.NONE else 1
 
+    @property
+    def condition(self) -> str:
+        """What a conditional verdict depends on, where its sentence does not say it; else nothing."""
+        found = self.verdict
+        return found.condition if found.certainty is Certainty.CONDITIONAL and found.condition not in found.say else ""
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         found = self.verdict
+        say = f"{found.say} Only if {found.condition}." if self.condition else found.say
         return {
             "class": str(found.cls), "certainty": str(found.certainty), "ranks": list(found.ranks),
-            "chain": list(found.chain), "say": found.say, "fix": found.fix, "unknown": list(self.unknown),
+            "chain": list(found.chain), "say": say, "fix": found.fix, "unknown": list(self.unknown),
         }  # fmt: skip
 
 

@@ -63,8 +63,13 @@ class Timetable:
     left_out: str = ""
 
 
-def of_situation(situation: Situation, marked: Collection[Any] = (), blamed: Collection[int] = ()) -> Timetable:
-    """The last calls of each rank. marked: keys of the meetings of a ring. blamed: ranks to keep when not all fit."""
+def of_situation(
+    situation: Situation, marked: Collection[Any] = (), blamed: Collection[int] = (), dark: Collection[int] = ()
+) -> Timetable:
+    """The last calls of each rank. marked: keys of the meetings of a ring. blamed: ranks to keep when not all fit.
+
+    dark: ranks without a record of calls: that they lack one is not known.
+    """
     everybody = sorted({host.rank for host in situation.hosts} | set(situation.launches))
     stations = _stations(situation, everybody, marked, blamed)
     most = CALLS if len(stations) == len(everybody) else FEW_CALLS
@@ -77,13 +82,15 @@ def of_situation(situation: Situation, marked: Collection[Any] = (), blamed: Col
             for meeting in launch.meetings:
                 train = words.number(meeting)
                 what = words.operation(meeting).partition(" (")[0]
-                if meeting.key[0].kind == "pair":
+                guessed = meeting.key[0].name in words.GUESSED
+                if meeting.key[0].kind == "pair" and not guessed:
                     what = "send" if rank == meeting.key[0].members[0] else "recv"
-                text = f"{what} {_place(meeting)}"
+                text = words.operation(meeting) if guessed else f"{what} {_place(meeting)}"
                 state = "done" if launch.done else "open"
                 title = f"rank {rank}: {words.operation(meeting)}{words.at(launch.event)}"
                 stops.append(Stop(rank, columns[id(launch)], text, state, title, train))
                 absent = {seat[0] for seat in meeting.seats if seat not in meeting.arrived}
+                absent -= set() if guessed else set(dark)
                 lacking[train] = tuple(sorted(absent & set(stations)))
     end = max((stop.at for stop in stops), default=-1.0) + 1
     stops += [

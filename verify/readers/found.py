@@ -33,8 +33,8 @@ class Stack:
 class Found:
     """What one file, log or process told.
 
-    source: its name as people know it. events: each rank's in its host order. present: ranks that left a record of calls here.
-    expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each, for people.
+    source: its name as people know it. events: each rank's in its host order. present: ranks that left a record of
+    calls. expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each.
     moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name of a group in
     which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
     replays and host waits too. doubt: why nothing that is wrong in this would not mean that nothing is; "" if it would.
