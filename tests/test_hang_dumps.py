@@ -233,6 +233,25 @@ def test_lines_of_the_program_are_quoted_where_they_are_here(tmp_path: Path) -> 
     assert "rows = store.get('rows')" in text
 
 
+@pytest.mark.parametrize(
+    ("line", "outside"),
+    [
+        ("rows = os.read(pipe, 1)", True), ("time.sleep(3600)", True), ("lock.acquire()", True),
+        ("data = file.read()", True), ("subprocess.run(command)", True), ("answer = input()", True),
+        ("loss.backward()", False), ("dist.broadcast(torch.tensor(file.read()), 0)", False), ("step()", False),
+        ("work.wait()", False),
+    ],
+)  # fmt: skip
+def test_a_line_that_blocks_is_outside(line: str, outside: bool, tmp_path: Path) -> None:
+    """A stack of Python frames ends in the line that called into C."""
+    program = tmp_path / "train.py"
+    program.write_text(f"{line}\n")
+    found = with_stacks("missing_member", r1=(Site(str(program), 1, "load"),))
+    assert (found.code, found.verdict.ranks) == (1, (1,))
+    assert (found.verdict.cls is Class.OUTSIDE) is outside
+    assert "train.py:1" in found.verdict.say
+
+
 def test_arguments_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, line = run(capsys)
     assert (code, line.count("\n")) == (2, 1)
