@@ -302,12 +302,27 @@ def finish(events: list[Event]) -> list[Event]:
                     line.popleft()
                     if line:
                         todo.append(line[0])
-    return [
-        replace(event, state=State.COMPLETED)
-        if number in done or not event.calls
-        else replace(event, state=State.SCHEDULED)
-        for number, event in enumerate(events)
-    ]
+    # That transfers were one launch is a guess: of what is not finished, only those without a counterpart keep it.
+    alone: dict[int, list[Event]] = {}
+    for number, event in enumerate(events):
+        if event.kind is Kind.GROUP and number not in done and ready(number):
+            alone[number] = []
+            for call in event.parts:
+                met = missing[_meeting(call)] <= 0 and all(map(ready, holders[_meeting(call)]))
+                alone[number].append(replace(call, state=State.COMPLETED if met else State.SCHEDULED))
+    paired = {
+        other
+        for parts in alone.values()
+        for call in parts
+        if call.state is State.COMPLETED
+        for other in holders[_meeting(call)]
+        if events[other].kind is not Kind.GROUP
+    }
+    found: list[Event] = []
+    for number, event in enumerate(events):
+        over = number in done or number in paired or not event.calls
+        found += alone.get(number) or [replace(event, state=State.COMPLETED if over else State.SCHEDULED)]
+    return found
 
 
 def _seat(call: Event, rank: int | None) -> tuple[object, ...]:
