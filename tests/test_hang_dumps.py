@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kernel.errors import UsageError
+from kernel.record import GraphCall, Kind, Recorder, ring_path
 from rollout.cli import main
 from verify.blame import Certainty, Class
 from verify.events import Site
@@ -118,6 +119,75 @@ def test_stacks_close_the_ring_that_dumps_cannot_show() -> None:
     assert "not called" not in as_text(found)
 
 
+def test_stack_files_beside_the_dumps_close_the_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same, as an engineer has it: dumps and what `py-spy dump --native` printed, in one folder."""
+    shutil.copytree(H200 / "host_blocked", tmp_path / "job")
+    for rank, frames in enumerate((WAITS_FOR_ITS_DEVICE, WAITS_FOR_A_KEY)):
+        lines = [f"    {site.function} ({site.file}{f':{site.line}' if site.line else ''})" for site in frames]
+        (tmp_path / "job" / f"rank{rank}.txt").write_text(
+            f'Process {70 + rank}: python probe/hang.py\nPython v3.12.1 (/usr/bin/python3.12)\n\n'
+            f'Thread {70 + rank} (idle): "MainThread"\n' + "\n".join(lines) + "\n"
+        )
+    code, text = run(capsys, "--json", tmp_path / "job")
+    answer = json.loads(text)
+    assert (code, answer["class"], answer["ranks"]) == (1, "cycle", [0, 1])
+    assert "probe/hang.py:49" in answer["say"]
+    assert "probe/hang.py:52" in answer["say"]
+    assert answer["say"].endswith("Only if what ranks 0 and 1 wait for is up to another rank of the job.")
+    code, text = run(capsys, tmp_path / "job")
+    assert (code, len(text.splitlines()) <= 25) == (1, True)
+
+
+@pytest.mark.parametrize("opposite", [True, False])
+def test_our_record_shows_the_crossing_with_a_graph(
+    opposite: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program of crossed_same_stream_graph under our record: P's all_reduce and a graph of D on one stream."""
+    for rank in range(2):
+        groups = {"P.TP": (0, 1), "D.TP": (0, 1)}
+        ring = Recorder(ring_path(tmp_path, rank), rank=rank, groups=groups, meta={"size": 2}, clock=lambda: 1)
+        graph = ring.graph([GraphCall("AG", "D.TP", 64)])
+        for kind in (Kind.ENQUEUE, Kind.GRAPH_LAUNCH)[:: -1 if opposite and rank else 1]:
+            if kind is Kind.ENQUEUE:
+                line = ring.site("probe/cross.py:39 P")
+                ring.event(kind, "P", "D", ring.group("P.TP"), 1, a=64, b=ring.site("AR"), site=line)
+            else:
+                ring.event(kind, "D", "D", a=1, b=graph, site=ring.site("probe/cross.py:44 D"))
+        ring.event(Kind.HOST_WAIT_ENTER, b=ring.site("P device"))
+        del ring
+    code, text = run(capsys, "--json", tmp_path)
+    answer = json.loads(text)
+    if opposite:
+        assert (code, answer["class"], answer["ranks"]) == (1, "cycle", [0, 1])
+        assert "all_gather" in answer["say"]
+        assert "all_reduce" in answer["say"]
+    else:
+        assert answer["class"] != "cycle"
+
+
+def test_the_page_does_not_say_what_no_record_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 has left stacks only: whether it made the calls of rank 1 is not known, and the page names its waits."""
+    page = run(capsys, H200 / "host_blocked", DUMPS.parent / "joined" / "host_blocked", "--html", "-")[1]
+    assert "rank 0 has not called Call" not in page
+    assert "rank 0 has not called What rank 1 waits for (a key of the store)" in page
+    assert ">a key of the store<" in page
+    assert "? store" not in page
+    assert "rank 1 has not called Call 2 on P_full_tp" in run(capsys, H200 / "missing_member", "--html", "-")[1]
+
+
+def test_a_stack_is_no_record_of_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 stands in a line that may be in the very call that it seems to lack."""
+    (tmp_path / "rank1.txt").write_text(
+        'Process 71: python train.py\nPython v3.12.1 (/usr/bin/python3.12)\n\nThread 71 (idle): "MainThread"\n'
+        "    train (train.py:9)\n"
+    )
+    code, text = run(capsys, "--json", H200 / "missing_member" / "dump_rank_0", tmp_path / "rank1.txt")
+    assert (code, json.loads(text)["ranks"]) == (3, [])
+    code, text = run(capsys, H200 / "missing_member" / "dump_rank_0", tmp_path / "rank1.txt")
+    assert "no evidence" in text
+    assert "not called" not in text
+
+
 def test_half_of_the_stacks_closes_no_ring() -> None:
     key = with_stacks("host_blocked", r1=WAITS_FOR_A_KEY)
     assert key.verdict.cls is not Class.CYCLE
@@ -161,6 +231,25 @@ def test_lines_of_the_program_are_quoted_where_they_are_here(tmp_path: Path) -> 
     assert found.verdict.cls is Class.CYCLE
     text = as_text(found)
     assert "rows = store.get('rows')" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "outside"),
+    [
+        ("rows = os.read(pipe, 1)", True), ("time.sleep(3600)", True), ("lock.acquire()", True),
+        ("data = file.read()", True), ("subprocess.run(command)", True), ("answer = input()", True),
+        ("loss.backward()", False), ("dist.broadcast(torch.tensor(file.read()), 0)", False), ("step()", False),
+        ("work.wait()", False),
+    ],
+)  # fmt: skip
+def test_a_line_that_blocks_is_outside(line: str, outside: bool, tmp_path: Path) -> None:
+    """A stack of Python frames ends in the line that called into C."""
+    program = tmp_path / "train.py"
+    program.write_text(f"{line}\n")
+    found = with_stacks("missing_member", r1=(Site(str(program), 1, "load"),))
+    assert (found.code, found.verdict.ranks) == (1, (1,))
+    assert (found.verdict.cls is Class.OUTSIDE) is outside
+    assert "train.py:1" in found.verdict.say
 
 
 def test_arguments_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

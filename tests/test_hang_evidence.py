@@ -116,3 +116,100 @@ def test_output_that_cannot_be_written_is_one_line_and_no_verdict(arguments: lis
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
     assert "the output cannot be written (No space left on device)" in ended.stderr
+
+
+def test_a_page_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = hang(capsys, DUMPS, "--html", "-")
+    assert code == 1
+    assert out.startswith("<!doctype html>")
+    assert out.endswith("</html>\n")
+    assert "verdict   " not in out
+    assert not Path("-").exists()
+    for arguments in (("--html", "-", "--json"), ("--html", "")):
+        with pytest.raises(UsageError, match="--html"):
+            hang(capsys, DUMPS, *arguments)
+
+
+@pytest.mark.parametrize(("command", "out"), [("trace", "-"), ("trace", "/dev/stdout"), ("hang", "-")])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path: Path, command: str, out: str) -> None:
+    """As `turnstile trace -o - RUN | head -1`."""
+    path = ring_path(tmp_path, 0)
+    path.parent.mkdir(parents=True)
+    journal = Journal(Recorder(path, rank=0, groups={"P.TP": (0,)}, capacity=20_000))
+    for number in range(9_000):
+        journal.exchange(f"a tag of some length, number {number % 7}", leaves=number % 2 == 1)
+    journal.close()
+    arguments = ["-o", out, str(tmp_path)] if command == "trace" else [str(DUMPS), "--html", out]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "turnstile", command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        if command == "trace":
+            process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read()
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert error == b""
+
+
+def test_logs_of_ranks_are_one_job_however_they_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As torchrun lays them out: rank 1 wrote no line of a watchdog; nothing proves that it did not call."""
+    line = (
+        "[Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn={1},"
+        " NumelOut={1}, Timeout(ms)=600000) ran for 600096 milliseconds before timing out.\n"
+        "[PG ID 0 PG GUID 0(default_pg) Rank {0}]  failure detected by watchdog at work sequence id: 5 PG status: last"
+        " enqueued work: 5, last completed work: 4\n"
+    )
+    files = []
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        files.append(tmp_path / str(rank) / "stderr.log")
+        files[-1].write_text(line.format(rank, 8) if rank != 1 else "step 4\n")
+    code, out = hang(capsys, "--json", *files)
+    found = json.loads(out)
+    assert (code, found["class"], found["certainty"], found["ranks"]) == (3, "missing", "undecided", [])
+    assert "rank 1" in found["say"]
+    files[1].write_text(line.format(1, 9))
+    code, out = hang(capsys, "--json", *files)
+    found = json.loads(out)
+    assert (code, found["class"], found["ranks"]) == (1, "mismatch", [1])
+    files[1].write_text("step 4\n")
+    with pytest.raises(UsageError, match="no format that is known"):
+        hang(capsys, files[1])
+
+
+def test_a_traceback_in_the_log_of_a_rank_explains_why_it_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(DUMPS, tmp_path / "job")
+    (tmp_path / "job" / "a_rank1.log").write_text(
+        'step 4\nTraceback (most recent call last):\n  File "train.py", line 4, in step\nKeyError: \'loss\'\n'
+    )
+    code, out = hang(capsys, "--json", tmp_path / "job")
+    found = json.loads(out)
+    assert (code, found["class"], found["ranks"]) == (1, "exception", [1])
+    assert "KeyError" in found["say"]
+
+
+def test_a_log_that_holds_lines_of_several_kinds_is_read_for_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job's stderr: NCCL's lines of both ranks, and rank 1's traceback."""
+    who = "host0:{0}:{0} [0] NCCL INFO"
+    call = " AllReduce: opCount 1e sendbuff 0x7f recvbuff 0x7e count 8 datatype 7 op 0 root 0 comm 0xc{0} [nranks=2]"
+    init = " ncclCommInitRankConfig comm 0xc{0} rank {0} nranks 2 cudaDev 0 commId 0xfeed"
+    both = (init, f"{call} stream 0x5")
+    lines = [f"[rank{rank}]: {(who + text).format(rank)}\n" for text in both for rank in (0, 1)]
+    lines += [lines[2], "[rank1]: Traceback (most recent call last):\n", "[rank1]: KeyError: 'loss'\n"]
+    (tmp_path / "stderr.log").write_text("".join(lines))
+    code, out = hang(capsys, "--json", tmp_path / "stderr.log")
+    found = json.loads(out)
+    assert (code, found["class"], found["ranks"]) == (1, "exception", [1])
+    assert "all_reduce (call 2 on 0xfeed)" in found["say"]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fr_dumps import Recorder, save
+from tests.stuck_jobs import CROSSED, GROUPS, NAMES, RANKS
 from verify.blame import Certainty, Class
 from verify.hang.diagnosis import diagnose_found
 from verify.hang.text import as_text
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 Call = tuple[str, int]
 """A group and a size."""
 Job = list[Call]
-RANKS = 4
-GROUPS = {
-    "0": ("default_pg", (0, 1, 2, 3)), "1": ("tp", (0, 1)), "2": ("tp", (2, 3)), "3": ("dp", (0, 2)),
-    "4": ("dp", (1, 3)), "5": ("ep", (0, 1, 2)),
-}  # fmt: skip
-NAMES = sorted(GROUPS)
 jobs = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 3)), max_size=8)
 
 
@@ -135,14 +130,6 @@ def test_a_device_that_does_not_finish_is_named(
     place = frozenset({(rank, len(programs(before)[rank]))})
     verdict = judged(tmp_path_factory, run(programs([*before, call, *after]), place), data)
     assert verdict is None or (verdict.cls, verdict.ranks) == (Class.DEVICE_STALL, (rank,))
-
-
-CROSSED = [
-    (one, other)
-    for one in NAMES
-    for other in NAMES
-    if one != other and len(set(GROUPS[one][1]) & set(GROUPS[other][1])) > 1
-]
 
 
 @given(jobs, jobs, st.sampled_from(CROSSED), st.data())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.reading import read_or_line
 from verify.blame import Certainty, Class, Verdict
 from verify.readers import deepep, nccl_log, ras, stacks, watchdog
+from verify.readers.gather import gather
 from verify.readers.lines import LONGEST, file_lines, rank_in
 from verify.waitgraph import diagnose_events
 
@@ -201,7 +202,9 @@ def test_sub_communicators_by_their_init_lines(tmp_path: Path) -> None:
 def test_communicators_that_cannot_be_joined_are_said(tmp_path: Path) -> None:
     text = world(4) + "".join(call(rank, "AllReduce", "0xc", 2) for rank in range(4))
     found = nccl_log.READER.read(written(tmp_path, text))
-    assert found.events == ()
+    assert not any(event.calls for event in found.events)
+    told = verdict(found)
+    assert (told.cls, told.ranks) == (Class.NONE, ())
     assert any("communicators of 2 ranks" in line for line in found.unknown)
 
 
@@ -223,6 +226,16 @@ def test_sends_before_receives_in_one_group_complete(tmp_path: Path) -> None:
     for rank in range(2):
         text += call(rank, "Send", "0xa", 2, root=1 - rank) + call(rank, "Recv", "0xa", 2, root=1 - rank)
     assert verdict(nccl_log.READER.read(written(tmp_path, text))).cls is Class.NONE
+
+
+def test_a_copy_of_a_log_is_not_counted_twice(tmp_path: Path) -> None:
+    """Rank 1 lacks its second call; a copy of its log beside it does not make up for that."""
+    for rank in range(2):
+        text = init(rank, "0xa", rank, 2, "0xfeed") + call(rank, "AllReduce", "0xa", 2) * (2 - rank)
+        written(tmp_path, text, f"nccl.{rank}")
+    written(tmp_path, text, "nccl.1.orig")
+    told = verdict(gather([tmp_path]))
+    assert (told.cls, told.ranks) == (Class.MISSING, (1,))
 
 
 # -- RAS --------------------------------------------------------------------------------------------------------------

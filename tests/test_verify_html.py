@@ -146,6 +146,22 @@ def test_a_large_job_makes_a_small_page() -> None:
     assert ">rank 277<" not in text
 
 
+def test_the_table_names_first_who_is_blamed_and_nobody_who_waits_too() -> None:
+    """Rank 2 is missed at two places; of the call that is queued behind, ranks that wait themselves are left out."""
+    found = situation("r0: s:a.AR{0,1,2} s:b.AR{0,1,2} wait(s); r1: s:a.AR{0,1,2} s:b.AR{0,1,2} wait(s); r2:")
+    table = pictures(diagnosis_page(told(found), found))[0]
+    rows = [text for text in texts(table, "node") if "rank 2" in text]
+    assert len(rows) == 2
+    assert not any("ranks" in row for row in rows)
+
+
+def test_groups_share_a_column_only_where_their_ranks_are_apart() -> None:
+    apart = columns(situation("r0: !a.AR{0,1}; r1: !a.AR{0,1}; r2: !b.AR{2,3}; r3: !b.AR{2,3}"))
+    assert len(set(apart.values())) == 1
+    between = columns(situation("r0: !a.AR{0,2}; r1: !b.AR{1,3}; r2: !a.AR{0,2}; r3: !b.AR{1,3}"))
+    assert between[0, 0] == between[2, 0] != between[1, 0] == between[3, 0]
+
+
 @pytest.mark.parametrize("refresh", [0.0, 2.5])
 def test_only_a_live_page_has_a_script(refresh: float) -> None:
     text = page("x", "", refresh)

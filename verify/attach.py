@@ -72,7 +72,8 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
         recordings = _recordings(paths, unknown_again) or recordings
     own = of_recordings(recordings, "record", patience_s) if recordings else Found("processes")
     seen_ranks = frozenset(stack.rank for stack in threads if stack.rank is not None)
-    expected = own.expected | (frozenset(range(worlds.pop())) if len(worlds) == 1 else frozenset())
+    expected = own.expected | seen_ranks | (frozenset(range(worlds.pop())) if len(worlds) == 1 else frozenset())
+    told_of = frozenset[int]()
     left = sorted(expected - own.present - seen_ranks)
     events = own.events
     if gone and len(left) == len(gone):
@@ -80,14 +81,15 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
         events += tuple(Event(rank, Kind.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED) for rank in left)
         taken = f"pid {', '.join(map(str, gone))}: gone, taken for {words.ranks(left)}"
         unknown.append(f"{taken}, of which nothing is here")
-        seen_ranks |= frozenset(left)
+        told_of = frozenset(left)
     elif gone:
         unknown.append(f"pid {', '.join(map(str, gone))}: gone" + ("" if not left else ", and its rank is not known"))
     return replace(
         own,
         events=events,
         source="pid " + ", ".join(map(str, pids[:8])) + (f" and {len(pids) - 8} more" if len(pids) > 8 else ""),
-        present=own.present | seen_ranks,
+        # A stack says where a rank stands, not which calls it has made: only a record does.
+        present=own.present | told_of,
         expected=expected,
         stacks=tuple(threads),
         unknown=(*own.unknown, *unknown),

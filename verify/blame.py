@@ -134,18 +134,15 @@ def _nearest(graph: nx.DiGraph[Any], rank: int, op: Any) -> tuple[bool, bool, An
 
 def _absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict:
     ranks = tuple(sorted({host.rank for host in hosts}))
-    lines, waiting = [], ""
+    alike: dict[tuple[str, str], list[Host]] = {}
     for host in hosts:
         node = ("host", host.rank, host.thread)
         ops = sorted(graph.predecessors(node), key=partial(_nearest, graph, host.rank)) if node in graph else []
-        if ops:
-            meeting = graph.nodes[ops[0]]["meeting"]
-            waiting = waiting or words.waiters(meeting)
-            lines.append(f"{words.waiters(meeting)} for {words.standing(host)}")
-        else:
-            lines.append(words.standing(host))
+        waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
+        alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
+    lines = [f"{waiting}{words.standings(same)}" for (waiting, _), same in alike.items()]
     say = f"{lines[0][0].upper()}{lines[0][1:]}." if lines else ""
-    if len(ranks) > 1:
+    if len(lines) > 1:
         say = f"{words.ranks(ranks).capitalize()} never arrived: {lines[0]}."
     return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES[cls.value])
 
@@ -188,7 +185,8 @@ def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verd
     if len(members) == 1:
         say = f"{words.ranks(members).capitalize()} waits for itself: {'; '.join(chain)}."
     if odd:
-        say += f" {words.ranks(odd).capitalize()} differs from the majority, which calls {order}."
+        verb = "differs" if len(odd) == 1 else "differ"
+        say += f" {words.ranks(odd).capitalize()} {verb} from the majority, which calls {order}."
     found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
     presumed = [graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed]
     return replace(found, condition=f"{words.ranks(presumed)} waits for what it has open") if presumed else found

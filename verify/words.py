@@ -26,6 +26,10 @@ FIXES = {
 }
 
 
+GUESSED = {"? store": "a key of the store", "? device": "its device", "? collective": "a collective"}
+"""Waits of which only the stack tells, by the name of their channel -> what people call them."""
+
+
 def ranks(numbers: Iterable[int]) -> str:
     """`rank 1`, `ranks 0, 1 and 2`; long lists are cut."""
     names = [str(number) for number in sorted(set(numbers))]
@@ -39,6 +43,8 @@ def ranks(numbers: Iterable[int]) -> str:
 def number(meeting: Meeting) -> str:
     """`Call 2 on dp`, `Transfer 1 from rank 0 to rank 1`."""
     (kind, name, members), count = meeting.key
+    if name in GUESSED:
+        return f"What rank {members[1]} waits for ({GUESSED[name]}) from rank {members[0]}"
     if kind == "pair":
         return f"Transfer {count + 1} from rank {members[0]} to rank {members[1]}" + (f" on {name}" if name else "")
     return f"Call {count + 1} on {name or '{' + ','.join(map(str, members)) + '}'}"
@@ -46,6 +52,8 @@ def number(meeting: Meeting) -> str:
 
 def operation(meeting: Meeting) -> str:
     """`all_reduce (call 2 on dp)`, `transfer 1 from rank 0 to rank 1`."""
+    if (guessed := GUESSED.get(meeting.key[0][1])) is not None:
+        return guessed
     text = number(meeting)
     text = text[0].lower() + text[1:]
     if meeting.key[0][0] == "pair":
@@ -78,21 +86,30 @@ def waiters(meeting: Meeting) -> str:
 
 def standing(host: Host) -> str:
     """A host that waits for nobody."""
+    return standings([host])
+
+
+def standings(hosts: Sequence[Host]) -> str:
+    """Hosts that wait for nobody and stand alike, in the words for the first."""
+    host, numbers = hosts[0], {host.rank for host in hosts}
     event = host.event
-    name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread.strip(NOBODY_KNOWS) else "")
+    name = ranks(numbers)
+    if len(hosts) == 1 and host.thread.strip(NOBODY_KNOWS):
+        name += f" (thread {host.thread})"
+    has, is_, does = ("has", "is", "does") if len(numbers) == 1 else ("have", "are", "do")
     what = event.operation if event is not None else ""
     match host.standing:
         case Standing.RAISED:
             return f"{name}, which left by {what}{at(event)}"
         case Standing.EXITED:
-            return f"{name}, which has left{at(event)}"
+            return f"{name}, which {has} left{at(event)}"
         case Standing.OUTSIDE:
-            return f"{name}, which is blocked outside collectives, in {what}{at(event)}"
+            return f"{name}, which {is_} blocked outside collectives, in {what}{at(event)}"
         case Standing.FINISHED:
-            return f"{name}, which is at its end and does not call it"
+            return f"{name}, which {is_} at {'its' if has == 'has' else 'the'} end and {does} not call it"
         case Standing.UNKNOWN:
-            return f"{name}, of which it is not known what it does"
-    return f"{name}, which has not called it"
+            return f"{name}, of which it is not known what {'it does' if has == 'has' else 'they do'}"
+    return f"{name}, which {has} not called it"
 
 
 def sites(meeting: Meeting) -> dict[str, list[int]]:

@@ -42,7 +42,11 @@ def parser(name: str) -> Parser:
     made.add_argument(
         "--pid", type=int, action="append", metavar="PID", help="a process of the job on this host; repeatable"
     )
-    made.add_argument("--html", metavar="FILE", help="write a page with the wait-for graph and the lanes as well")
+    made.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page with the wait-for graph and the lanes as well; `-`: print it in place of the report",
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return made
 
@@ -55,6 +59,11 @@ def main(name: str, arguments: Sequence[str]) -> int:
         raise UsageError(f"nothing to read: name dumps, logs, a run directory or --pid; see `turnstile {name} --help`")
     if any(pid < 1 for pid in pids):
         raise UsageError(f"--pid {min(pids)}: the number of a process, from 1 on")
+    page = given.get("html")
+    if page == "":
+        raise UsageError("--html: the name is empty: name the file of the page, or `-` for standard output")
+    if page == "-" and given.get("json"):
+        raise UsageError("--html - and --json: standard output holds one of them: name a file for the page")
     # Loaded here, so that --help and mistakes in the arguments cost nothing.
     from verify.hang.diagnosis import diagnose_found
     from verify.hang.text import as_text
@@ -66,10 +75,14 @@ def main(name: str, arguments: Sequence[str]) -> int:
 
         found.append(attach(pids))
     diagnosis = diagnose_found(merge(found))
-    if "html" in given:
+    if page is not None:
         from verify.html import diagnosis_page
 
-        _write(Path(given["html"]), diagnosis_page(diagnosis.to_dict(), diagnosis.situation))
+        html = diagnosis_page(diagnosis.to_dict(), diagnosis.situation, dark=diagnosis.dark)
+        if page == "-":
+            print(html, end="")
+            return diagnosis.code
+        _write(Path(page), html)
     print(json.dumps(diagnosis.to_dict()) if given.get("json") else as_text(diagnosis))
     return diagnosis.code
 

@@ -55,12 +55,19 @@ class Diagnosis:
             return 3
         return 0 if self.verdict.cls is Class.NONE else 1
 
+    @property
+    def condition(self) -> str:
+        """What a conditional verdict depends on, where its sentence does not say it; else nothing."""
+        found = self.verdict
+        return found.condition if found.certainty is Certainty.CONDITIONAL and found.condition not in found.say else ""
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         found = self.verdict
+        say = f"{found.say} Only if {found.condition}." if self.condition else found.say
         return {
             "class": str(found.cls), "certainty": str(found.certainty), "ranks": list(found.ranks),
-            "chain": list(found.chain), "say": found.say, "fix": found.fix, "unknown": list(self.unknown),
+            "chain": list(found.chain), "say": say, "fix": found.fix, "unknown": list(self.unknown),
         }  # fmt: skip
 
 
@@ -157,7 +164,8 @@ def _ring(
         for n, actor in enumerate(turned)
     )
     say = f"{words.ranks(ranks).capitalize()} wait in a ring: {'; '.join(chain)}."
-    condition = " and ".join(f"what rank {rank} waits for is up to another rank of the job" for rank in tied[:2])
+    verb = "waits" if len(tied) == 1 else "wait"
+    condition = f"what {words.ranks(tied)} {verb} for is up to another rank of the job"
     cycle = Verdict(Class.CYCLE, ranks=ranks, chain=chain, say=say, fix=words.FIXES["cycle"])
     return replace(cycle, certainty=Certainty.CONDITIONAL, condition=condition), situation, graph, core
 
@@ -229,8 +237,8 @@ def _weighed(
             return verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
         if stackless := sorted(set(where) - found.present):
             return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
-        if ahead := _ahead(found, situation):
-            return verdict.undecided(ahead)
+        if why := found.doubt or _ahead(found, situation):
+            return verdict.undecided(why)
         if not any(event.calls for event in found.events):
             what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
             return verdict.undecided(f"the evidence holds {what}")

@@ -61,6 +61,14 @@ WORK: Final = re.compile(r"c10d::(Work|ProcessGroup)\w*(::\w+)*::(wait|synchroni
 LINE: Final = (
     (At.STORE, re.compile(r"store\w*\.(wait|get|wait_for)\s*\(", re.IGNORECASE)),
     (At.DEVICE, re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\s*\(")),
+    (
+        At.OUTSIDE,
+        re.compile(
+            r"^(?!.*\b(dist|distributed|all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|wait)\b).*"
+            r"(\b(sleep|input|flock|fsync|select)|\bos\.(read|write|open|waitpid)|\bsubprocess\.\w+|"
+            r"\.(read|readline|readlines|readinto|recv|recv_into|accept|connect|acquire|communicate))\s*\("
+        ),
+    ),
 )
 """Calls into C that leave no frame, as a line of the program shows them."""
 KERNEL: Final = "[kernel]"

@@ -36,8 +36,8 @@ def as_text(diagnosis: Diagnosis) -> str:
     lines = _field("verdict", _head(diagnosis), 1)
     lines += _field("why", found.say, 4)
     lines += [line for each in _news(diagnosis) for line in _field("", each, 2)]
-    if found.condition and found.certainty is Certainty.CONDITIONAL:
-        lines += _field("only if", found.condition, 2)
+    if diagnosis.condition:
+        lines += _field("only if", diagnosis.condition, 2)
     lines += [f"{'lanes' if n == 0 else '':<{INDENT}}{line}".rstrip() for n, line in enumerate(timetable(diagnosis))]
     lines += [f"{'source' if n == 0 else '':<{INDENT}}{line}" for n, line in enumerate(_sources(diagnosis))]
     if found.fix:
@@ -89,7 +89,9 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
         rows.setdefault(standing[rank], []).append(rank)
     graph = diagnosis.graph
     ring = {graph.nodes[node]["rank"] for node in diagnosis.core if node[0] != "op"} if graph is not None else set()
-    marked = set(diagnosis.verdict.ranks) | (ring if diagnosis.verdict.cls is Class.CYCLE else set())
+    # Where the odd ones of a ring are known, the others in it are not marked.
+    marked = set(diagnosis.verdict.ranks)
+    marked |= ring if diagnosis.verdict.cls is Class.CYCLE and not marked else set()
     # Blamed ranks apart from others that stand alike, and first.
     parted = [
         (cells, part)

@@ -16,7 +16,7 @@ from verify.html.style import CSS
 from verify.waitgraph import stuck, wait_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import networkx as nx
 
@@ -53,18 +53,23 @@ REFRESH: Final = """
 
 
 def diagnosis_page(
-    diagnosis: Mapping[str, Any], situation: Situation, *, title: str = "", stacks: Sequence[Stack] = ()
+    diagnosis: Mapping[str, Any],
+    situation: Situation,
+    *,
+    title: str = "",
+    stacks: Sequence[Stack] = (),
+    dark: Collection[int] = (),
 ) -> str:
     """The page of a diagnosis and the situation that it was made from.
 
     diagnosis: the keys that `turnstile hang --json` prints (class, certainty, ranks, chain, say, fix, unknown); those
-    that are missing are left out.
+    that are missing are left out. dark: ranks without a record of calls.
     """
     graph = wait_graph(situation)
     core = stuck(graph, free=[node for node in graph if not graph.out_degree(node)])
     cycle = shortest_cycle(graph.subgraph(core)) if core and diagnosis.get("class") == Class.CYCLE else []
     marked = [node[1] for node in cycle if node[0] == "op"]
-    timetable = timetables.of_situation(situation, marked, diagnosis.get("ranks", ()))
+    timetable = timetables.of_situation(situation, marked, diagnosis.get("ranks", ()), dark)
     return page(title or "turnstile hang", body(title or "turnstile hang", diagnosis, graph, cycle, timetable, stacks))
 
 

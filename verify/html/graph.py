@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LARGEST: Final = 16
 """Nodes of a ring that is drawn; a longer one is told in words."""
-ROWS: Final = 40
+ROWS: Final = 16
 """Operations that are drawn."""
 CHARACTER: Final = 7.0
 """Pixels of one at the size that is used."""
@@ -103,12 +103,15 @@ def table(graph: nx.DiGraph[Any], cycle: Collection[Any] = (), blamed: Collectio
     Ranks that wait for nobody, and those blamed, stand out: they are where to look.
     """
     ops = [node for node in graph if node[0] == "op" and graph.in_degree(node) and graph.out_degree(node)]
-    ops.sort(key=lambda op: (op not in cycle, not _roots(graph, op), -graph.in_degree(op), str(op)))
+    # What somebody waits in first, and then what is behind that.
+    front = {op for op in ops if graph.nodes[op].get("active")}
+    ops.sort(key=lambda op: (op not in cycle, op not in front, not _roots(graph, op), -graph.in_degree(op), str(op)))
     if not ops:
         return ""
     parts: list[str] = []
     lines = [
-        (_side(graph, graph.predecessors(op)), _box(graph, op), _side(graph, graph.successors(op))) for op in ops[:ROWS]
+        (_side(graph, graph.predecessors(op)), _box(graph, op), _side(graph, _needed(graph, op, blamed)))
+        for op in ops[:ROWS]
     ]
     widths = [max(line[column].width for line in lines) for column in range(3)]
     starts = [12.0, 12 + widths[0] + 90, 12 + widths[0] + widths[1] + 180]
@@ -135,6 +138,13 @@ def table(graph: nx.DiGraph[Any], cycle: Collection[Any] = (), blamed: Collectio
 def _roots(graph: nx.DiGraph[Any], op: Any) -> list[Any]:
     """Hosts that an operation waits for and that wait for nobody. What a stream waits for may not be known."""
     return [node for node in graph.successors(op) if node[0] != "device" and not graph.out_degree(node)]
+
+
+def _needed(graph: nx.DiGraph[Any], op: Any, blamed: Collection[int]) -> list[Any]:
+    """Whom an operation waits for: those who wait for nobody or are blamed, where there are such ones; else all."""
+    found = list(graph.successors(op))
+    chosen = [node for node in _roots(graph, op) if not blamed or graph.nodes[node]["rank"] in blamed]
+    return chosen or [node for node in found if graph.nodes[node]["rank"] in blamed] or found
 
 
 def _side(graph: nx.DiGraph[Any], nodes: Iterable[Any]) -> Box:

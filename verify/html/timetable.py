@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from verify.matching import Host, Launch, Meeting, Situation
 
 STATIONS: Final = 24
+FEW: Final = 12
+"""Ranks of a job that has more than `STATIONS`."""
+FEW_CALLS: Final = 4
 CALLS: Final = 10
 """Of each rank, the last ones are drawn."""
 ROW: Final = 56
@@ -60,11 +63,17 @@ class Timetable:
     left_out: str = ""
 
 
-def of_situation(situation: Situation, marked: Collection[Any] = (), blamed: Collection[int] = ()) -> Timetable:
-    """The last calls of each rank. marked: keys of the meetings of a ring. blamed: ranks to keep when not all fit."""
+def of_situation(
+    situation: Situation, marked: Collection[Any] = (), blamed: Collection[int] = (), dark: Collection[int] = ()
+) -> Timetable:
+    """The last calls of each rank. marked: keys of the meetings of a ring. blamed: ranks to keep when not all fit.
+
+    dark: ranks without a record of calls: that they lack one is not known.
+    """
     everybody = sorted({host.rank for host in situation.hosts} | set(situation.launches))
     stations = _stations(situation, everybody, marked, blamed)
-    last = {rank: situation.launches.get(rank, [])[-CALLS:] for rank in stations}
+    most = CALLS if len(stations) == len(everybody) else FEW_CALLS
+    last = {rank: situation.launches.get(rank, [])[-most:] for rank in stations}
     columns = _columns(last)
     stops: list[Stop] = []
     lacking: dict[str, tuple[int, ...]] = {}
@@ -73,20 +82,22 @@ def of_situation(situation: Situation, marked: Collection[Any] = (), blamed: Col
             for meeting in launch.meetings:
                 train = words.number(meeting)
                 what = words.operation(meeting).partition(" (")[0]
-                if meeting.key[0].kind == "pair":
+                guessed = meeting.key[0].name in words.GUESSED
+                if meeting.key[0].kind == "pair" and not guessed:
                     what = "send" if rank == meeting.key[0].members[0] else "recv"
-                text = f"{what} {_place(meeting)}"
+                text = words.operation(meeting) if guessed else f"{what} {_place(meeting)}"
                 state = "done" if launch.done else "open"
                 title = f"rank {rank}: {words.operation(meeting)}{words.at(launch.event)}"
                 stops.append(Stop(rank, columns[id(launch)], text, state, title, train))
                 absent = {seat[0] for seat in meeting.seats if seat not in meeting.arrived}
+                absent -= set() if guessed else set(dark)
                 lacking[train] = tuple(sorted(absent & set(stations)))
     end = max((stop.at for stop in stops), default=-1.0) + 1
     stops += [
         Stop(host.rank, end, *_beyond(host)) for host in situation.hosts if host.rank in last and _beyond(host)[0]
     ]
     rest = len(everybody) - len(stations)
-    older = sum(len(calls) > CALLS for calls in situation.launches.values())
+    older = sum(len(calls) > most for calls in situation.launches.values())
     left_out = [f"{rest} more ranks"] * (rest > 0) + [f"older calls of {older} ranks"] * (older > 0)
     named = frozenset(words.number(situation.meetings[key]) for key in marked if key in situation.meetings)
     return Timetable(stations, tuple(stops), lacking, named, "", " and ".join(left_out))
@@ -102,11 +113,22 @@ def _place(meeting: Meeting) -> str:
 def _stations(
     situation: Situation, everybody: Sequence[int], marked: Collection[Any], blamed: Collection[int]
 ) -> tuple[int, ...]:
-    """All ranks, or as many as fit: those blamed, those of the ring, those without whom operations wait, the others."""
+    """All ranks, or a few of many: those blamed, of the ring, without whom operations wait, who wait for the blamed."""
+    if len(everybody) <= STATIONS:
+        return tuple(everybody)
     involved = {seat[0] for key in marked if key in situation.meetings for seat in situation.meetings[key].arrived}
     lacked = {seat[0] for each in situation.meetings.values() for seat in each.seats if seat not in each.arrived}
-    order = sorted(everybody, key=lambda rank: (rank not in blamed, rank not in involved, rank not in lacked, rank))
-    return tuple(sorted(order[:STATIONS]))
+    beside = {
+        seat[0]
+        for each in situation.meetings.values()
+        if any(seat[0] in blamed and seat not in each.arrived for seat in each.seats)
+        for seat in each.arrived
+    }
+    order = sorted(
+        everybody,
+        key=lambda rank: (rank not in blamed, rank not in involved, rank not in lacked, rank not in beside, rank),
+    )
+    return tuple(sorted(order[:FEW]))
 
 
 def _columns(last: dict[int, list[Launch]]) -> dict[int, float]:
@@ -119,9 +141,19 @@ def _columns(last: dict[int, list[Launch]]) -> dict[int, float]:
         front = {rank: launches[at[rank]] for rank, launches in last.items() if at[rank] < len(launches)}
         heads = {id(launch) for launch in front.values()}
         whole = [rank for rank, launch in front.items() if _together(launch, drawn) <= heads | set(columns)]
-        # Where nobody's next call is next everywhere, the orders cross: each rank then goes on by itself.
-        first = min(whole, key=lambda rank: front[rank].order, default=None)
-        moved = list(front) if first is None else [r for r in front if id(front[r]) in _together(front[first], drawn)]
+        # Where nobody's next call is next everywhere, the orders cross: each rank then goes on by itself. Groups whose
+        # ranks do not lie between one another's share a column.
+        ready: set[int] = set()
+        taken: list[tuple[int, int]] = []
+        for rank in sorted(whole, key=lambda rank: (front[rank].order, rank)):
+            mine = _together(front[rank], drawn)
+            seats = [seat[0] for meeting in front[rank].meetings for seat in meeting.seats if seat[0] in last]
+            low, high = min(seats, default=rank), max(seats, default=rank)
+            if mine <= ready or any(low <= end and start <= high for start, end in taken):
+                continue
+            ready |= mine
+            taken.append((low, high))
+        moved = [rank for rank, launch in front.items() if id(launch) in ready] or list(front)
         for rank in moved:
             columns[id(front[rank])] = column
             at[rank] += 1

@@ -15,31 +15,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernel.errors import UsageError
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found
+from verify.readers.membership import Group, damaged, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from verify.readers.flight_recorder import Dump, Entry
+    from verify.readers.membership import Name
 
 BLIND = "graph replays, DeepEP and NVSHMEM calls, host waits and streams are not in Flight Recorder dumps"
 """What no dump can tell."""
 
-Name = tuple[str, str]
 Numbers = dict[int, int]
 """Place of an entry in its dump -> number of the transfer, from 0."""
-
-
-class Group(NamedTuple):
-    """A group as one rank knows it."""
-
-    name: Name
-    members: tuple[int, ...]
 
 
 class Mine(NamedTuple):
@@ -58,12 +53,18 @@ def together(dumps: Sequence[Dump]) -> Found:
     versions = sorted({each.dump.version for each in mine})
     if len(versions) > 1:
         unknown.append(f"dumps of several versions ({', '.join(versions)}): one job should have one")
+    if odd := sorted({name for each in mine for name in each.dump.odd}):
+        unknown.append(damaged(odd))
     moved = max((entry.moved_ns for each in mine for entry in each.dump.entries), default=0)
     present = frozenset(each.rank for each in mine)
-    expected = present.union(*(group.members for group in job.groups.values()), *job.listed)
+    expected = present.union(*(group.members for group in job.groups.values() if group not in job.disputed))
     places = sorted({str(each.dump.path.parent) for each in mine})
     source = f"{len(mine)} Flight Recorder dump{'s' if len(mine) > 1 else ''} in {', '.join(places[:3])}"
-    return Found(source, tuple(events), present, expected, (), (*unknown, BLIND), moved or None, frozenset(job.unsure))
+    doubt = "the dumps contradict each other on who belongs to a group" if job.disputed or job.outside else ""
+    return Found(
+        source, tuple(events), present, expected, (), (*unknown, BLIND), moved or None, frozenset(job.unsure),
+        doubt=doubt,
+    )  # fmt: skip
 
 
 def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
@@ -81,17 +82,27 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         if possible:
             named = [each for each in named if each in possible] or (sorted(possible) if len(possible) == 1 else [])
         ways.append(named)
-    newest: dict[int, Dump] = {}
-    unknown: list[str] = []
+    found: dict[int, list[Dump]] = defaultdict(list)
     for dump, named in zip(dumps, ways, strict=True):
         if not named:
             raise UsageError(f"{dump.path}: cannot tell its rank: end the file's name with it, as in dump_rank_3")
-        rank = named[0]
-        if (other := newest.get(rank)) is not None:
-            older, dump = sorted((dump, other), key=_age)
-            unknown.append(f"two dumps of rank {rank}: the older one, {older.path.name}, is left out")
-        newest[rank] = dump
-    return [Mine(rank, newest[rank]) for rank in sorted(newest)], unknown
+        mine = found[named[0]]
+        # A copy of a dump tells the same once.
+        if not any(replace(dump, path=other.path) == other for other in mine):
+            mine.append(dump)
+    unknown: list[str] = []
+    newest: dict[int, Dump] = {}
+    for rank, mine in sorted(found.items()):
+        *others, newest[rank] = sorted(mine, key=_age)
+        if others:
+            names = ", ".join(dump.path.name for dump in others[:3]) + f" and {len(others) - 3} more" * (
+                len(others) > 3
+            )
+            unknown.append(
+                f"{len(mine)} dumps of rank {rank}: {newest[rank].path.name}, which saw the latest call, is used,"
+                f" without {names}"
+            )
+    return [Mine(rank, newest[rank]) for rank in newest], unknown
 
 
 def _age(dump: Dump) -> tuple[int, int, str]:
@@ -106,13 +117,18 @@ class _Job:
         self.mine = mine
         self.unknown: list[str] = []
         self.unsure: set[tuple[int, str]] = set()
-        self.listed = [members for each in mine for members in each.dump.groups.values()]
-        self.groups: dict[tuple[int, Name], Group] = {}
-        self._resolve()
+        known = resolve(
+            {rank: dump.groups for rank, dump in mine},
+            {rank: {entry.group for entry in dump.entries} for rank, dump in mine},
+        )
+        self.groups, self.disputed = known.groups, known.disputed
+        self.unknown += known.unknown
         self.labels = self._labels()
         self.entries: dict[Group, dict[int, list[tuple[int, Entry]]]] = defaultdict(lambda: defaultdict(list))
         for rank, dump in mine:
             for place, entry in enumerate(dump.entries):
+                if (rank, entry.group) in known.outside:
+                    continue
                 self.entries[self.groups[rank, entry.group]][rank].append((place, entry))
         self.status = {group: self._counters(group) for group in self.entries}
         self.numbers: dict[int, Numbers] = defaultdict(dict)
@@ -120,35 +136,7 @@ class _Job:
         """Transfers whose pairing was inferred: their arguments are not compared."""
         self._pair()
         self._doubt()
-
-    def _resolve(self) -> None:
-        views: dict[Name, set[tuple[int, ...]]] = defaultdict(set)
-        users: dict[Name, set[int]] = defaultdict(set)
-        for rank, dump in self.mine:
-            for name, members in dump.groups.items():
-                views[name] |= {members} if members else set()
-            for entry in dump.entries:
-                users[entry.group].add(rank)
-        world = tuple(sorted({rank for rank, _ in self.mine}.union(*self.listed)))
-        guessed: set[Name] = set()
-        for rank, dump in self.mine:
-            for name in dict.fromkeys([*dump.groups, *(entry.group for entry in dump.entries)]):
-                members = dump.groups.get(name) or ()
-                others = [each for each in views[name] if rank in each]
-                if not members and len(others) == 1:
-                    members = others[0]
-                if not members and name[1] == "default_pg":
-                    members = world
-                if not members and name in users:
-                    members = tuple(sorted(users[name]))
-                    guessed.add(name)
-                self.groups[rank, name] = Group(name, members)
-        if guessed:
-            names = sorted(desc or name for name, desc in guessed)
-            self.unknown.append(
-                f"members of {', '.join(names[:4])}{' and others' * (len(names) > 4)} are not in the dumps: "
-                "inferred from who called it, so that a member that never did is not seen"
-            )
+        self.outside = known.outside
 
     def _labels(self) -> dict[Group, str]:
         """What people call each group: its description, with its name where several share one."""
@@ -222,6 +210,8 @@ class _Job:
     def _doubt(self) -> None:
         """Note the groups in which others have calls, and of which a dump may have lost all of its own."""
         for group, ranks in self.entries.items():
+            if group in self.disputed:
+                self.unsure |= {(rank, self.labels[group]) for rank in group.members}
             kinds = {entry.transfer for mine in ranks.values() for _, entry in mine}
             for rank, dump in self.mine:
                 used = {entry.transfer for _, entry in ranks.get(rank, ())}
@@ -232,7 +222,9 @@ class _Job:
         """The calls of one rank in its order; first those that only its status tells."""
         rank, dump = mine
         for group, ranks in self.entries.items():
-            if rank in self.status[group] and rank not in ranks:
+            if group in self.disputed:
+                yield from self._head(rank, group)
+            elif rank in self.status[group] and rank not in ranks:
                 enqueued, completed = self.status[group][rank]
                 transfers = any(entry.transfer for each in ranks.values() for _, entry in each)
                 if enqueued > 0 and not transfers:
@@ -241,9 +233,22 @@ class _Job:
                         rank, Kind.COLLECTIVE, communicator=self._communicator(group), sequence=enqueued - 1,
                         state=state, confidence=Confidence.INFERRED,
                     )  # fmt: skip
-        placed = enumerate(dump.entries)
+        placed = [each for each in enumerate(dump.entries) if self._believed(rank, each[1])]
         for _, batch in groupby(placed, key=lambda each: (each[1].group, each[1].transfer, each[1].seq)):
             yield from self._call(rank, list(batch))
+
+    def _believed(self, rank: int, entry: Entry) -> bool:
+        return (rank, entry.group) not in self.outside and self.groups[rank, entry.group] not in self.disputed
+
+    def _head(self, rank: int, group: Group) -> Iterable[Event]:
+        """Of a group whose members are not known: that the rank waits in it, and no more."""
+        open_ = [entry for _, entry in self.entries[group].get(rank, ()) if not entry.done]
+        if open_:
+            yield Event(
+                rank, Kind.COLLECTIVE, open_[0].operation, medium=open_[0].backend,
+                communicator=self._communicator(group), sequence=0, site=open_[0].site, state=State.SCHEDULED,
+                confidence=Confidence.INFERRED,
+            )  # fmt: skip
 
     def _communicator(self, group: Group) -> Communicator:
         return Communicator(group.members, self.labels[group])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +36,10 @@ NAMES: Final = {
     "all_to_all_single": "all_to_all", "all_to_all_v_single": "all_to_all",
 }  # fmt: skip
 """Names of one operation in several versions and forms; any other name stands for itself."""
+KNOWN: Final = frozenset(NAMES.values()) | {
+    "broadcast", "reduce", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "send", "recv", "coalesced",
+    "monitored_barrier",
+}  # fmt: skip
 NO_OUTPUT: Final = frozenset({"gather", "scatter", "all_to_all"})
 """Operations whose inputs or outputs differ by right between members."""
 
@@ -74,6 +78,7 @@ class Dump:
     """What one process recorded. rank: where the dump itself says. groups: (name, description) -> members, if listed.
 
     status: process-local id -> last enqueued and last completed number. whole: nothing was dropped since the start.
+    odd: names of operations that are damaged; their calls have none.
     """
 
     path: Path
@@ -83,6 +88,7 @@ class Dump:
     status: dict[int, tuple[int, int]]
     entries: tuple[Entry, ...]
     whole: bool
+    odd: tuple[str, ...] = ()
 
 
 def decode(path: Path) -> Dump:
@@ -100,13 +106,26 @@ def decode(path: Path) -> Dump:
         except (KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__} {str(error)[:60]!r}"
             raise Damaged(f"{path}: entry {number} is damaged ({what}): dump it again, or leave it out") from None
+    odd = tuple(dict.fromkeys(entry.operation for entry in entries if _damaged(entry.operation)))
+    entries = [replace(entry, operation="") if entry.operation in odd else entry for entry in entries]
     entries.sort(key=lambda entry: entry.record)
     whole = bool(entries) and entries[0].record == 0 and entries[-1].record == len(entries) - 1
     rank = data.get("rank")
     return Dump(
         path, rank if type(rank) is int and rank >= 0 else None, _text(data.get("version")) or "unknown",
-        _groups(data.get("pg_config")), _status(data.get("pg_status")), tuple(entries), whole,
+        _groups(data.get("pg_config")), _status(data.get("pg_status")), tuple(entries), whole, odd,
     )  # fmt: skip
+
+
+def _damaged(name: str) -> bool:
+    """Whether a name cannot be that of an operation, or is a known one with a letter or two changed. A name of another
+    length may be one that a later version brings.
+    """
+    if name in KNOWN or name.endswith("_coalesced"):
+        return False
+    near = [known for known in KNOWN if len(known) == len(name)]
+    close = any(sum(one != other for one, other in zip(name, known, strict=True)) < 3 for known in near)
+    return close or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
 
 
 def _plain(path: Path) -> Any:
@@ -179,8 +198,8 @@ def _status(status: Any) -> dict[int, tuple[int, int]]:
 
 def _entry(raw: Any) -> Entry:
     """An entry. Raises KeyError, TypeError or ValueError where it lacks what tells calls apart."""
-    backend, _, operation = str(raw["profiling_name"]).partition(":")
-    if not operation:
+    backend, colon, operation = str(raw["profiling_name"]).partition(":")
+    if not colon:
         backend, operation = "", backend
     group = raw["process_group"]
     if not isinstance(group, (list, tuple)) or not 1 <= len(group) <= 2:

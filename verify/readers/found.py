@@ -33,12 +33,12 @@ class Stack:
 class Found:
     """What one file, log or process told.
 
-    source: its name as people know it. events: each rank's in its host order. present: ranks that left evidence here.
-    expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each, for people.
+    source: its name as people know it. events: each rank's in its host order. present: ranks that left a record of
+    calls. expected: ranks that should have. stacks: of host threads. unknown: what this cannot tell, a line each.
     moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name of a group in
     which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
-    replays and host waits too. lively: ranks that moved a moment ago, and may move again. remarks: of a rank, what
-    helps whoever has to look at it.
+    replays and host waits too. doubt: why nothing that is wrong in this would not mean that nothing is; "" if it would.
+    lively: ranks that moved a moment ago, and may move again. remarks: of a rank, what helps whoever has to look at it.
     """
 
     source: str
@@ -50,6 +50,7 @@ class Found:
     moved_ns: int | None = None
     unsure: frozenset[tuple[int, str]] = frozenset()
     whole: frozenset[int] = frozenset()
+    doubt: str = ""
     lively: frozenset[int] = frozenset()
     remarks: tuple[tuple[int, str], ...] = ()
 

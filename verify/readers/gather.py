@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+from verify.events import Kind
 from verify.readers.found import Damaged, Found
 from verify.runs import has_rings, several
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deepep", "nccl_log", "watchdog")
 """Modules of this package that export READER; the more particular formats first."""
+LOGS: Final = ("deepep", "nccl_log", "watchdog")
+"""Readers of lines in logs: one log may hold lines of each."""
 HEAD: Final = 4096
 MOST_FILES: Final = 100_000
 
@@ -38,16 +41,18 @@ def gather(paths: Sequence[str | Path]) -> Found:
     chosen: Chosen = {}
     ignored: list[str] = []
     damaged: list[str] = []
+    silent: list[Path] = []
     inside: set[Path] = set()
     for path in map(Path, paths):
         if path.is_dir():
-            inside |= _folder(path, known, chosen, ignored, damaged)
-        elif (reader := _reader(path, known)) is not None:
-            _take(chosen, reader, path)
+            inside |= _folder(path, known, chosen, silent, damaged)
+        elif mine := _readers(path, known):
+            for reader in mine:
+                _take(chosen, reader, path)
         else:
-            names = ", ".join(reader.name for reader in known)
-            raise UsageError(f"{path}: no format that is known here ({names}): name another file, or its folder")
-    found = [_read(reader, files, inside, damaged) for reader, files in chosen.values()]
+            silent.append(path)
+    _companions(chosen, silent, inside, ignored)
+    found = [_read(reader, _once(files), inside, damaged) for reader, files in chosen.values()]
     if damaged:
         found.append(Found("", unknown=tuple(f"not used: {line}" for line in damaged[:4])))
     if ignored:
@@ -60,10 +65,8 @@ Chosen = dict[str, "tuple[Reader, list[Path]]"]
 """Name of a reader -> the reader and what it is to read."""
 
 
-def _folder(
-    folder: Path, known: Sequence[Reader], chosen: Chosen, ignored: list[str], damaged: list[str]
-) -> set[Path]:
-    """Choose what to read of a folder; its own files that are of a known format."""
+def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[Path], damaged: list[str]) -> set[Path]:
+    """Choose what to read of a folder; its own files. silent: gets those that are of no known format."""
     if (whole := next((reader for reader in known if reader.recognises(folder, b"")), None)) is not None:
         _take(chosen, whole, folder)
         return set()
@@ -81,31 +84,53 @@ def _folder(
     taken: set[Path] = set()
     for file in files:
         try:
-            reader = _reader(file, known) if file.is_file() else None
+            mine = _readers(file, known) if file.is_file() else []
         except Damaged as error:
             damaged.append(str(error))
             continue
-        if reader is None:
-            ignored.append(file.name)
-        else:
+        for reader in mine:
             _take(chosen, reader, file)
             taken.add(file)
+        if not mine:
+            silent.append(file)
     if not taken:
         if runs_ := [each for each in folders if has_rings(each)]:
             raise UsageError(f"{folder}: {several(runs_)}")
         below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
         raise UsageError(f"{folder}: holds no evidence that is known here: {below}")
-    return taken
+    return {*files}
+
+
+def _companions(chosen: Chosen, silent: Sequence[Path], inside: set[Path], ignored: list[str]) -> None:
+    """Give files of no known format to the readers of logs that know others of the job and say that they belong there.
+    The rest is ignored in a folder, and an error where it was named.
+    """
+    for path in silent:
+        logs = [chosen[name] for name in LOGS if name in chosen and path.is_file()]
+        mine = [files for reader, files in logs if getattr(reader, "belongs", lambda _: False)(path)]
+        for files in mine:
+            files.append(path)
+        if not mine and path in inside:
+            ignored.append(path.name)
+        elif not mine:
+            raise UsageError(
+                f"{path}: no format that is known here ({', '.join(READERS)}): name another file, or its folder"
+            )
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """Each file once, however often it was named, itself or by its folder."""
+    return list({path.resolve(): path for path in reversed(files)}.values())[::-1]
 
 
 def _take(chosen: Chosen, reader: Reader, path: Path) -> None:
-    taken = chosen.setdefault(reader.name, (reader, []))[1]
-    if path.resolve() not in {each.resolve() for each in taken[-1:]}:
-        taken.append(path)
+    chosen.setdefault(reader.name, (reader, []))[1].append(path)
 
 
-def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
-    """The reader of a file. Raises UsageError for what is no file, or cannot be read."""
+def _readers(path: Path, known: Iterable[Reader]) -> list[Reader]:
+    """The readers of a file: one, or all that know lines of a log. Raises UsageError for what is no file, or cannot be
+    read.
+    """
     if not path.exists():
         raise UsageError(f"{path}: there is no such file or folder")
     if not path.is_file():
@@ -117,7 +142,13 @@ def _reader(path: Path, known: Iterable[Reader]) -> Reader | None:
         raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
     if not head:
         raise Damaged(f"{path}: empty: nothing was written to it; leave it out")
-    return next((reader for reader in known if reader.recognises(path, head)), None)
+    found: list[Reader] = []
+    for reader in known:
+        if (not found or reader.name in LOGS) and reader.recognises(path, head):
+            found.append(reader)
+            if reader.name not in LOGS:
+                break
+    return found
 
 
 def _read(reader: Reader, files: Sequence[Path], inside: set[Path], damaged: list[str]) -> Found:
@@ -153,18 +184,17 @@ def _all(reader: Reader, files: Sequence[Path]) -> Found:
 
 
 def merge(found: Sequence[Found]) -> Found:
-    """Several pieces of evidence as one. Each rank's events stay in the order of their source."""
+    """Several pieces of evidence as one. Each rank's events stay in the order of their source; how it left comes last,
+    whichever file told it.
+    """
     present = frozenset[int]().union(*(each.present for each in found))
     # A record of everything says more than what else there is of a rank, and says it once.
     best = {rank: number for number, each in enumerate(found) for rank in each.whole}
+    numbered = [(number, event) for number, each in enumerate(found) for event in each.events]
+    events = [event for number, event in numbered if best.get(event.rank, number) == number]
     return Found(
         source=", ".join(dict.fromkeys(each.source for each in found if each.source)),
-        events=tuple(
-            event
-            for number, each in enumerate(found)
-            for event in each.events
-            if best.get(event.rank, number) == number
-        ),
+        events=tuple(sorted(events, key=lambda event: event.kind is Kind.EXIT)),
         present=present,
         expected=frozenset[int]().union(*(each.expected for each in found)),
         stacks=tuple(stack for each in found for stack in each.stacks),
@@ -174,4 +204,5 @@ def merge(found: Sequence[Found]) -> Found:
         whole=frozenset[int]().union(*(each.whole for each in found)),
         lively=frozenset[int]().union(*(each.lively for each in found)),
         remarks=tuple(remark for each in found for remark in each.remarks),
+        doubt=next((each.doubt for each in found if each.doubt), ""),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import stat
@@ -91,6 +92,17 @@ def whole_file(what: str, path: Path) -> bytes:
     finally:
         os.close(fd)
     return b"".join(parts)
+
+
+def distinct(paths: Sequence[Path]) -> list[Path]:
+    """The files without copies of one another, byte for byte: what they tell would be counted twice."""
+    sizes: dict[int, list[Path]] = {}
+    for path in paths:
+        same = sizes.setdefault(path.stat().st_size if path.exists() else -1, [])
+        if not any(filecmp.cmp(path, other, shallow=False) for other in same):
+            same.append(path)
+    kept = {path for same in sizes.values() for path in same}
+    return [path for path in dict.fromkeys(paths) if path in kept]
 
 
 def named(paths: Sequence[Path]) -> str:

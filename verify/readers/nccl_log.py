@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
+from verify.readers.lines import MOST, distinct, file_lines, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
 WHAT: Final = "NCCL log"
+UNSEEN: Final = "a communicator that cannot be joined"
 NEEDLES: Final = (b": opCount ", b" commId ")
 _PROCESS = r"(?P<host>[^\s:\]]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[\d{1,4}\].{0,40}? NCCL INFO "
 _CALL = re.compile(
@@ -63,9 +64,17 @@ class NcclLogReader:
         """A text file with a COLL line anywhere in it."""
         return holds(path, head, NEEDLES[:1])
 
+    def belongs(self, path: Path) -> bool:
+        """Whether a file is of a job whose COLL lines are in others: its process made communicators, and no call."""
+        return holds(path, b"", NEEDLES)
+
     def read(self, path: Path) -> Found:
         """The lines of one log. Raises UsageError for one without any."""
         return of_logs([path])
+
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The logs of one job, one a process as NCCL_DEBUG_FILE makes them."""
+        return of_logs(paths)
 
 
 READER = NcclLogReader()
@@ -87,7 +96,7 @@ class _Line:
 def of_logs(paths: Sequence[Path]) -> Found:
     """The lines of the logs of one job together (NCCL_DEBUG_FILE makes one a process)."""
     log = _Log()
-    for path in paths:
+    for path in distinct(paths):
         log.take(path)
     if not log.lines:
         raise unusable(WHAT, paths[0], "no line of NCCL_DEBUG_SUBSYS=COLL in it", "set NCCL_DEBUG=INFO as well")
@@ -151,10 +160,12 @@ class _Log:
         comms = self._communicators(world)
         events: list[Event] = []
         lost: set[int] = set()
+        unseen: set[int] = set()
         for line in self.lines:
             rank, comm = self.ranks.get(line.process), comms.get((line.process, line.comm[0]))
             if rank is None or comm is None:
                 lost.update([line.comm[1]] if rank is not None else [])
+                unseen.update([rank] if rank is not None else [])
                 continue
             events.append(self._event(line, rank, comm))
         if lost:
@@ -164,9 +175,11 @@ class _Log:
         silent = {process for process, _ in self.inside} - {line.process for line in self.lines}
         if self.taken == len(self.lines):
             events += [nothing_open(self.ranks[process]) for process in sorted(silent & self.ranks.keys())]
-        present = frozenset(event.rank for event in events)
+        present = frozenset(event.rank for event in events) | unseen
         expected = present | frozenset(range(world)) if world <= 1 << 20 else present
-        finished = finish(_grouped(events))
+        # What a rank called where nobody knows who else has to come, it may wait in.
+        waits = [Event(rank, Kind.WAIT, streams=(UNSEEN,), confidence=Confidence.INFERRED) for rank in sorted(unseen)]
+        finished = [*finish(_grouped(events)), *waits]
         return Found(source, events=tuple(finished), present=present, expected=expected, unknown=tuple(unknown))
 
     def _event(self, line: _Line, rank: int, comm: Communicator) -> Event:
@@ -289,12 +302,27 @@ def finish(events: list[Event]) -> list[Event]:
                     line.popleft()
                     if line:
                         todo.append(line[0])
-    return [
-        replace(event, state=State.COMPLETED)
-        if number in done or not event.calls
-        else replace(event, state=State.SCHEDULED)
-        for number, event in enumerate(events)
-    ]
+    # That transfers were one launch is a guess: of what is not finished, only those without a counterpart keep it.
+    alone: dict[int, list[Event]] = {}
+    for number, event in enumerate(events):
+        if event.kind is Kind.GROUP and number not in done and ready(number):
+            alone[number] = []
+            for call in event.parts:
+                met = missing[_meeting(call)] <= 0 and all(map(ready, holders[_meeting(call)]))
+                alone[number].append(replace(call, state=State.COMPLETED if met else State.SCHEDULED))
+    paired = {
+        other
+        for parts in alone.values()
+        for call in parts
+        if call.state is State.COMPLETED
+        for other in holders[_meeting(call)]
+        if events[other].kind is not Kind.GROUP
+    }
+    found: list[Event] = []
+    for number, event in enumerate(events):
+        over = number in done or number in paired or not event.calls
+        found += alone.get(number) or [replace(event, state=State.COMPLETED if over else State.SCHEDULED)]
+    return found
 
 
 def _seat(call: Event, rank: int | None) -> tuple[object, ...]:

@@ -174,6 +174,7 @@ def _from_text(path: Path) -> tuple[list[_Comm], list[str]]:
 def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
     world = max(comms, key=lambda comm: comm.size, default=None)
     unknown = [f"{source}: {note}" for note in notes[:20]]
+    unknown.append(f"{source}: sends, receives and all_to_all are not counted by RAS: who is behind may wait in one")
     if world is None:
         return Found(source, unknown=(*unknown, f"{source}: no communicator in it"))
     global_of = {name: rank for rank, name in world.names.items()}
@@ -213,6 +214,8 @@ def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
 def _launched(comm: _Comm, ranks: dict[int, int], communicator: Communicator) -> list[Event]:
     """What some ranks have launched beyond what all have: open; nothing where all are equal."""
     kinds = sorted({kind for counts in comm.counts.values() for kind in counts})
+    if comm.missing:
+        return _may_wait(comm, ranks, communicator)
     common = {kind: min((counts.get(kind, 0) for counts in comm.counts.values()), default=0) for kind in kinds}
     excess = {seat: [k for k in kinds if counts.get(k, 0) > common[k]] for seat, counts in comm.counts.items()}
     if not any(excess.values()):
@@ -239,6 +242,30 @@ def _launched(comm: _Comm, ranks: dict[int, int], communicator: Communicator) ->
             )
         else:
             events.append(nothing_open(ranks[seat]))
+    return events
+
+
+def _may_wait(comm: _Comm, ranks: dict[int, int], communicator: Communicator) -> list[Event]:
+    """Of a communicator of which a member does not answer: whoever launched anything may wait for that member, in the
+    last of it.
+    """
+    events = []
+    for seat, counts in sorted(comm.counts.items()):
+        kinds = sorted(kind for kind, count in counts.items() if count)
+        events.append(
+            Event(
+                ranks[seat],
+                Kind.COLLECTIVE,
+                OPERATIONS.get(kinds[0], kinds[0]) if len(kinds) == 1 else "",
+                medium="nccl",
+                communicator=communicator,
+                sequence=sum(counts.values()) - 1,
+                state=State.SCHEDULED,
+                confidence=Confidence.INFERRED,
+            )
+            if kinds
+            else nothing_open(ranks[seat])
+        )
     return events
 
 

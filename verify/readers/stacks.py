@@ -89,7 +89,7 @@ def found(source: str, stacks: list[Stack]) -> Found:
         unknown.append(f"{source}: which rank is pid {told}? Name the file rank<k>.txt to say it")
     elif any(stack.rank is None for stack in stacks):
         unknown.append(f"{source}: which rank are these stacks of? Name the file rank<k>.txt to say it")
-    return Found(source, present=ranks, stacks=tuple(stacks), unknown=tuple(unknown))
+    return Found(source, expected=ranks, stacks=tuple(stacks), unknown=tuple(unknown))
 
 
 def from_json(data: bytes | str, path: Path, rank: int | None = None) -> list[Stack]:

@@ -12,13 +12,13 @@ the default group.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
+from verify.readers.lines import MOST, file_lines, holds, named, rank_in, rank_of_file, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 WHAT: Final = "log"
 DEFAULT: Final = "default_pg"
-UNNAMED: Final = "a group that the log does not name"
+UNNAMED: Final = ("", "a group that the log does not name")
 NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
-_OTHER: Final = (b"[rank", b"Traceback (most recent call last)")
+TRACEBACK: Final = b"Traceback (most recent call last)"
 
 _TIMEOUT = re.compile(
     r"\[(?:PG [^\]]{0,200}?)?Rank (?P<rank>\d{1,7})\]\s+Watchdog caught collective operation timeout: Work\w{1,20}\("
@@ -62,22 +62,42 @@ class WatchdogReader:
     name = "watchdog"
 
     def recognises(self, path: Path, head: bytes) -> bool:
-        """A text file with a watchdog's line anywhere in it."""
-        return holds(path, head, NEEDLES)
+        """A text file with a watchdog's line anywhere in it, or with the traceback of a rank that is known."""
+        if holds(path, head, NEEDLES):
+            return True
+        if not holds(path, head, (TRACEBACK,)):
+            return False
+        return any(rank_in(line, path) is not None for _, line in file_lines(WHAT, path, (TRACEBACK,)))
+
+    def belongs(self, path: Path) -> bool:
+        """Whether a file is of a job whose watchdogs wrote into others: a rank's log without a line of them says that
+        the rank was there.
+        """
+        return rank_of_file(path) is not None and not holds(path, b"", (b"\0",))
 
     def read(self, path: Path) -> Found:
         """The lines of one log. Raises UsageError for one without any."""
         return of_logs([path])
 
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The logs of one job, one a rank as torchrun writes them: who is in a group is known from all of them."""
+        return of_logs(paths)
+
 
 READER = WatchdogReader()
 
 
+Name = tuple[str, str]
+"""Name and description of a group."""
+Told = tuple[str, int | None]
+"""Operation and elements."""
+
+
 @dataclass
 class _Group:
-    """What the lines say of one group. timeouts: (rank, number) -> operation and elements."""
+    """What the lines say of one group. timeouts: (rank, number) -> what timed out. status: last enqueued, completed."""
 
-    timeouts: dict[tuple[int, int], tuple[str, int | None]] = field(default_factory=dict)
+    timeouts: dict[tuple[int, int], Told] = field(default_factory=dict)
     status: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -88,7 +108,7 @@ def of_logs(paths: Sequence[Path]) -> Found:
     lines = _Lines()
     for path in paths:
         lines.take(path)
-    if not lines.kept:
+    if not lines.kept and not lines.raised:
         raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
     return lines.found(named(paths))
 
@@ -98,10 +118,10 @@ class _Lines:
         self.kept = 0
         self.seen: set[int] = set()
         self.nameless = 0
-        self.timeouts: dict[tuple[int, int], tuple[str, int | None]] = {}
-        self.groups: dict[str, _Group] = defaultdict(_Group)
-        self.at: dict[tuple[int, int], str] = {}
-        """(rank, number) that a status line names -> its group."""
+        self.timeouts: dict[tuple[int, int], set[Told]] = defaultdict(set)
+        self.groups: dict[Name, _Group] = defaultdict(_Group)
+        self.at: dict[tuple[int, int], set[Name]] = defaultdict(set)
+        """(rank, number) that status lines name -> the groups."""
         self.raised: dict[int, str] = {}
 
     def take(self, path: Path) -> None:
@@ -127,16 +147,16 @@ class _Lines:
         self.seen.add(rank)
         operation = _OPERATIONS.get(found["op"], found["op"].lower())
         numel = int(found["numel"]) if found["numel"] else None
-        self.timeouts[rank, int(found["seq"] or 0)] = (operation, numel)
+        self.timeouts[rank, int(found["seq"] or 0)].add((operation, numel))
 
     def _status(self, rank: int | None, found: re.Match[str]) -> None:
-        name = found["desc"] if found["desc"] not in ("", "undefined") else found["guid"]
+        name = (found["guid"], "" if found["desc"] == "undefined" else found["desc"])
         if rank is None:
-            self.nameless += name != DEFAULT
+            self.nameless += name[1] != DEFAULT
             rank = int(found["rank"])
         self.seen.add(rank)
         self.groups[name].status[rank] = (int(found["enqueued"]), int(found["completed"]))
-        self.at[rank, int(found["seq"])] = name
+        self.at[rank, int(found["seq"])].add(name)
 
     def _trace(self, line: str, rank: int, tracing: set[int]) -> None:
         text = _PREFIX.sub("", line)
@@ -153,33 +173,72 @@ class _Lines:
     def found(self, source: str) -> Found:
         """Everything that the lines say."""
         only = next(iter(self.groups)) if len(self.groups) == 1 else UNNAMED
+        unclear = 0
         for (rank, seq), told in self.timeouts.items():
-            self.groups[self.at.get((rank, seq), only)].timeouts[rank, seq] = told
+            names = {name for name in self.at.get((rank, seq), {only}) if self._open(name, rank, seq)}
+            if len(names) == len(told) == 1:
+                self.groups[next(iter(names))].timeouts[rank, seq] = next(iter(told))
+            else:
+                unclear += len(told)
         events: list[Event] = []
+        labels = self._labels()
         for name, group in self.groups.items():
-            events += self._events(name, group)
+            events += self._events(name, labels[name], group)
         events += [
             Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED)
             for rank, text in sorted(self.raised.items())
         ]
-        unknown = [f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"]
+        unknown = []
+        if self.groups:
+            unknown.append(
+                f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
+            )
         if self.nameless:
             unknown.append(
                 f"{source}: {self.nameless} lines tell no global rank; theirs is taken from inside the group"
             )
+        if unclear:
+            unknown.append(f"{source}: of {unclear} timeouts of equal number it is not told which group they are of")
         if UNNAMED in self.groups:
             unknown.append(f"{source}: some timeouts do not say which group they are of")
         ranks = frozenset(self.seen)
-        return Found(source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown))
+        # A rank whose lines do not speak of a group may have lost them.
+        silent = frozenset(
+            (rank, labels[name])
+            for name, group in self.groups.items()
+            for rank in self._members(name, group) - group.status.keys() - {rank for rank, _ in group.timeouts}
+        )
+        return Found(
+            source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent
+        )
 
-    def _events(self, name: str, group: _Group) -> list[Event]:
-        members = set(group.status) | {rank for rank, _ in group.timeouts}
-        if name in (DEFAULT, UNNAMED):
-            members |= self.seen
-        communicator = Communicator(tuple(sorted(members)), name)
-        operations: dict[int, tuple[str, int | None]] = {}
+    def _open(self, name: Name, rank: int, seq: int) -> bool:
+        """Whether a rank may wait in the call of this number, as far as its status tells."""
+        enqueued, completed = self.groups[name].status.get(rank, (seq, seq - 1))
+        return completed < seq <= max(enqueued, seq if enqueued < 0 else enqueued)
+
+    def _members(self, name: Name, group: _Group) -> set[int]:
+        named = set(group.status) | {rank for rank, _ in group.timeouts}
+        return named | self.seen if DEFAULT in name or name == UNNAMED else named
+
+    def _labels(self) -> dict[Name, str]:
+        """What people call each group: its description, with its name where several share one."""
+        shared = Counter(desc or name for name, desc in self.groups)
+        return {
+            (name, desc): label if shared[label := desc or name] == 1 else f"{label} {name}"
+            for name, desc in self.groups
+        }
+
+    def _events(self, name: Name, label: str, group: _Group) -> list[Event]:
+        members = self._members(name, group)
+        communicator = Communicator(tuple(sorted(members)), label)
+        operations: dict[int, Told] = {}
         for (_, seq), told in sorted(group.timeouts.items()):
             operations.setdefault(seq, told)
+        # A status line alone tells that something is open, not what.
+        for enqueued, completed in group.status.values():
+            if enqueued > completed >= 0:
+                operations.setdefault(completed + 1, ("", None))
         events = []
         for rank in sorted(members):
             enqueued, completed = group.status.get(rank, (-1, -1))

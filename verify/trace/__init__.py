@@ -88,6 +88,8 @@ def write(out: Path, lines: Iterator[str]) -> int:
             file.writelines(lines)
         new.replace(out)
         return out.stat().st_size
+    except BrokenPipeError:
+        raise  # whoever read it has gone: no mistake of the command's user
     except OSError as error:
         raise UsageError(f"-o {out}: {error.strerror or error}: choose a file that can be written") from None
     finally:
