@@ -18,18 +18,24 @@ UNSAFE: Final = {
 }  # fmt: skip
 """Opcodes by which a pickle names a class, calls it, or reaches outside."""
 
-FIXED: Final = re.compile(
-    rb"(?:\x80[\x02-\x05]|\x95.{8}|[}\])(etuasN\x88\x89\x85\x86\x87\x94]|K.|M..|J.{4}|G.{8}|q.|h.|j.{4}"
-    rb"|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))*+",
-    re.DOTALL,
+FIXED: Final = (
+    rb"(?:[hqK].|r..[\x00-%c]\x00|[}\])(etuasN\x88\x89\x85\x86\x87\x94]|[jJ]....|\x8a\x08........|M.."
+    rb"|\x80[\x02-\x05]|\x95.{8}|G.{8}"
+    rb"|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x09.{9}))*+"
 )
-"""A run of opcodes of known length: marks, containers, small numbers, floats, places in the memo."""
+"""A run of opcodes of known length: marks, containers, small numbers, floats, places in the memo; the usual ones first.
+
+`%c` stands for the third byte of the largest place in the memo that the size of the file explains.
+"""
 
 TEXT: Final = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4}
 """Opcodes of text and bytes: how many bytes their length takes."""
 
-MOST_TUPLES: Final = 20_000
-"""Beyond it tuples could be nested so deep that the C code that hashes them runs out of stack."""
+MOST_TUPLES: Final = 50_000
+"""Beyond twice that, tuples could be nested so deep that the C code that hashes them runs out of stack (8 MiB)."""
+
+
+BUFFER: Final = 1 << 17
 
 
 class UnsafePickle(ValueError):
@@ -44,8 +50,11 @@ class _Unpickler(pickle.Unpickler):
 def check(data: bytes) -> None:
     """Raise UnsafePickle for what may not be loaded, and ValueError for what is no pickle of protocol 2 or later."""
     at, end = 0, len(data)
+    # A power of two, so that there are few patterns: `re` keeps those that it compiled.
+    third = b"\\x%02x" % min(255, (1 << (end >> 16).bit_length()) - 1)
+    fixed = re.compile(FIXED.replace(b"%c", third), re.DOTALL)
     while True:
-        if at < end and (found := FIXED.match(data, at)) is not None:
+        if at < end and (found := fixed.match(data, at)) is not None:
             at = found.end()
         if at >= end:
             raise ValueError("it ends too early")
@@ -91,10 +100,11 @@ class _Careful(pickle._Unpickler):
 def load(data: bytes) -> Any:
     """What a pickle holds: dicts, lists, tuples, text, numbers, None. Raises UnsafePickle, or ValueError if damaged."""
     check(data)
-    tuples = sum(data.count(code) for code in (b"t", b"\x85", b"\x86", b"\x87"))
+    tuples = len(data) - len(data.translate(None, b"t\x85\x86\x87"))
     kind = _Unpickler if tuples <= MOST_TUPLES else _Careful
     try:
-        return kind(io.BytesIO(data)).load()
+        # Through a buffer, which can be looked into: without it the C code asks for every opcode by a call.
+        return kind(io.BufferedReader(io.BytesIO(data), BUFFER)).load()
     except UnsafePickle:
         raise
     except (
