@@ -31,10 +31,11 @@ KEYS: Final = (
 
 @dataclass(frozen=True)
 class Shape:
-    """How many ranks, and where each stands. calls: entries of each rank."""
+    """How many ranks, and where each stands. calls: entries of each rank. pipeline: ranks of a pipeline at most."""
 
     ranks: int
     calls: int
+    pipeline: int = PIPELINE
 
     @property
     def tensor(self) -> int:
@@ -44,7 +45,7 @@ class Shape:
     @property
     def stages(self) -> int:
         """Ranks of a pipeline."""
-        return min(PIPELINE, max(1, self.ranks // (2 * self.tensor)))
+        return min(self.pipeline, max(1, self.ranks // (2 * self.tensor)))
 
     @property
     def replicas(self) -> int:
@@ -128,14 +129,14 @@ def frames(lines: dict[int, list[dict[str, Any]]], line: int) -> None:
 
 
 def record(shape: Shape, rank: int, groups: dict[str, tuple[str, tuple[int, ...]]], victim: int) -> Rank:
-    """The ring of one rank when nothing moves any more: the last `calls` entries of a few more."""
+    """The ring of one rank when nothing moves any more: with pipelines the last `calls` entries of a few more."""
     mine = {name: each for name, each in groups.items() if rank in each[1]}
     lines: dict[int, list[dict[str, Any]]] = {}
     for line in range(10, 20):
         frames(lines, line)
     me = Rank(rank, mine, {desc: name for name, (desc, _) in mine.items()}, lines)
     stage = rank // (shape.tensor * shape.replicas)
-    steps = -(-shape.calls * 5 // 4 // 13)
+    steps = -(-shape.calls * (5 if shape.stages > 1 else 4) // 4 // 12)
     for n in range(steps):
         step(me, shape, stage, hung=n == steps - 1, victim=victim)
     del me.entries[: -shape.calls]

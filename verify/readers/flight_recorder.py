@@ -8,7 +8,6 @@ error where nothing can be read without it.
 from __future__ import annotations
 
 import gc
-import json
 import re
 from array import array
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kernel.errors import UsageError
-from verify.readers import pickled
+from verify.readers import pickled, plain_json
 from verify.readers.calls import (
     MEMBERS,
     Batch,
@@ -42,9 +41,10 @@ if TYPE_CHECKING:
     from verify.readers.calls import Name
     from verify.readers.found import Found
 
-LARGEST: Final = 256 << 20
+LARGEST: Final = 64 << 20
 """Bytes of a dump: far beyond what the largest ring with stacks takes."""
 ENTRIES: Final = 2_000_000
+RANKS: Final = 1 << 18
 LATEST: Final = 1 << 62
 """Sequence numbers end below it."""
 DEEPEST: Final = 128
@@ -233,7 +233,8 @@ class Decoder:
             return ()
         if (known := self._members.get(members)) is None:
             known = tuple(sorted({int(n) for n in re.findall(r"[0-9]{1,9}", members[: 10 * MEMBERS])}))
-            self._members[members] = known
+            # More ranks than any job has are no list of members.
+            known = self._members[members] = known if len(known) <= RANKS else ()
         return known
 
 
@@ -271,8 +272,8 @@ def _plain(path: Path) -> Any:
         except ValueError as error:
             raise Damaged(f"{path}: damaged pickle ({error}): dump it again, or leave the file out") from None
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError, MemoryError) as error:
+        return plain_json.load(content)
+    except ValueError as error:
         raise Damaged(f"{path}: damaged JSON ({str(error)[:80]}): dump it again, or leave the file out") from None
 
 

@@ -12,6 +12,8 @@ import pickle
 import re
 from typing import Any, ClassVar, Final, NoReturn
 
+from verify.readers.plain_json import FREE, SHARE, boxes
+
 UNSAFE: Final = {
     0x63: "GLOBAL", 0x52: "REDUCE", 0x62: "BUILD", 0x69: "INST", 0x6F: "OBJ", 0x81: "NEWOBJ", 0x92: "NEWOBJ_EX",
     0x93: "STACK_GLOBAL", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x50: "PERSID", 0x51: "BINPERSID",
@@ -100,7 +102,9 @@ class _Careful(pickle._Unpickler):
 def load(data: bytes) -> Any:
     """What a pickle holds: dicts, lists, tuples, text, numbers, None. Raises UnsafePickle, or ValueError if damaged."""
     check(data)
-    tuples = len(data) - len(data.translate(None, b"t\x85\x86\x87"))
+    if boxes(data, b"]}t\x85\x86\x87") > FREE + len(data) // SHARE:
+        raise UnsafePickle("it is little but empty lists, which take more memory than its size explains")
+    tuples = boxes(data, b"t\x85\x86\x87")
     kind = _Unpickler if tuples <= MOST_TUPLES else _Careful
     try:
         # Through a buffer, which can be looked into: without it the C code asks for every opcode by a call.
