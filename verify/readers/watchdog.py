@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WHAT: Final = "log"
 DEFAULT: Final = "default_pg"
-LOOKED: Final = 50_000
+LOOKED: Final = 20_000
 """Calls of all members of a group together that are looked at, the first ones."""
 UNNAMED: Final = "a group that the log does not name"
 NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
