@@ -74,9 +74,15 @@ def test_a_pickle_cannot_take_memory_that_its_size_does_not_explain() -> None:
 
 def test_tuples_nested_without_end_do_not_end_the_process() -> None:
     """Hashed as a key, they would exhaust the C stack."""
-    depth = 300_000
+    nested, padding = b"N" + b"\x85" * 300_000, b"X" + struct.pack("<I", 2_000_000) + b"a" * 2_000_000
     with pytest.raises(ValueError, match="no text"):
-        pickled.load(b"\x80\x02}N" + b"\x85" * depth + b"Ns.")
+        pickled.load(b"\x80\x02}" + nested + padding + b"s.")
+
+
+def test_a_file_of_empty_lists_is_refused_before_they_are_made() -> None:
+    for code in (b"]", b"}", b"\x85"):
+        with pytest.raises(pickled.UnsafePickle, match="memory"):
+            pickled.load(b"\x80\x02N" + code * 1_000_000 + b".")
 
 
 def test_both_unpicklers_agree_on_real_dumps() -> None:
@@ -99,7 +105,7 @@ def test_a_file_of_two_gigabytes_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "dump_rank_0"
     file.write_bytes(CONTENT[:100])
     os.truncate(file, 2 << 30)
-    with pytest.raises(UsageError, match="more than 256 MiB"):
+    with pytest.raises(UsageError, match="more than 64 MiB"):
         gather([file])
 
 

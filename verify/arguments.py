@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from verify.events import Event
     from verify.matching import Meeting, Situation
 
+Shapes = tuple[tuple[int, ...], ...] | None
+
 HOST_FORMS = frozenset({"gloo"})
 """Media that record an operation under the name of another one, whose sizes it does not keep."""
 
@@ -69,35 +71,47 @@ def _unlike(meeting: Meeting, calls: dict[int, Event]) -> Verdict | None:
     return Verdict(Class.MISMATCH, ranks=odd, chain=lines[:8], say=say, fix=words.FIXES["mismatch"])
 
 
-def _sums(call: Event) -> tuple[int, int] | None:
+def _sums(medium: str, sizes: Shapes, outputs: Shapes) -> tuple[int, int] | None:
     """Elements in and out of a call, where both are known."""
-    if call.medium in HOST_FORMS or not call.sizes or not call.outputs:
+    if medium in HOST_FORMS or not sizes or not outputs:
         return None
-    if any(len(shape) != 1 for shape in (*call.sizes, *call.outputs)):
+    if any(len(shape) != 1 for shape in (*sizes, *outputs)):
         return None
-    return sum(shape[0] for shape in call.sizes), sum(shape[0] for shape in call.outputs)
+    return sum(shape[0] for shape in sizes), sum(shape[0] for shape in outputs)
+
+
+def difference(medium: str, sizes: Shapes, outputs: Shapes) -> int | None:
+    """By how many elements a call takes more than it gives; None where either is unknown."""
+    sums = _sums(medium, sizes, outputs)
+    return None if sums is None else sums[0] - sums[1]
+
+
+def fits(operation: str, medium: str, sizes: Shapes, outputs: Shapes, members: int) -> bool:
+    """Whether the sizes of one call are possible for its operation, as far as they are known."""
+    if (sums := _sums(medium, sizes, outputs)) is None:
+        return True
+    taken, given = sums
+    match operation:
+        case "all_reduce":
+            return taken == given
+        case "all_gather":
+            return taken * members == given
+        case "reduce_scatter":
+            return taken == given * members
+    return True
 
 
 def _contradiction(call: Event, members: int) -> str:
-    if (sums := _sums(call)) is None:
+    sums = _sums(call.medium, call.sizes, call.outputs)
+    if sums is None or fits(call.operation, call.medium, call.sizes, call.outputs, members):
         return ""
-    taken, given = sums
-    match call.operation:
-        case "all_reduce":
-            right = taken == given
-        case "all_gather":
-            right = taken * members == given
-        case "reduce_scatter":
-            right = taken == given * members
-        case _:
-            right = True
-    return "" if right else f"{call.name} takes {taken} elements and gives {given}, of {members} members"
+    return f"{call.name} takes {sums[0]} elements and gives {sums[1]}, of {members} members"
 
 
 def _lost(meeting: Meeting, calls: dict[int, Event]) -> Verdict | None:
     if {call.operation for call in calls.values()} != {"all_to_all"}:
         return None
-    sums = [_sums(call) for call in calls.values()]
+    sums = [_sums(call.medium, call.sizes, call.outputs) for call in calls.values()]
     known = [each for each in sums if each is not None]
     taken, given = sum(each[0] for each in known), sum(each[1] for each in known)
     if len(known) < len(sums) or taken == given:

@@ -111,7 +111,8 @@ class Event:
     collective; of a send or recv where known. peer: the other rank of a send or recv. sequence: its number in the
     communicator or in the direction of a pair, from 0; None = the order of the events says it. tag: size or variant,
     opaque. sizes, outputs: input and output shapes, in elements. splits: elements for each member, of an
-    all_to_all. streams, any_of: of a wait; `("*",)` is every stream of the rank. parts: of a group.
+    all_to_all. streams, any_of: of a wait; `("*",)` is every stream of the rank. parts: of a group. skipped: how many
+    calls of the rank right before it the evidence left out, as they met, agreed and ended.
     """
 
     rank: int
@@ -137,6 +138,7 @@ class Event:
     site: Site | None = None
     state: State = State.UNKNOWN
     confidence: Confidence = Confidence.OBSERVED
+    skipped: int = 0
 
     def now(self, state: State, site: Site | None = None) -> Event:
         """The same event in another state, its site made known if it was not; much cheaper than `replace`."""

@@ -31,7 +31,8 @@ def situation_of(
     is a thread that may still be running, or one that waits for what the evidence does not show. present: ranks whose
     evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. unsure: see
     `Situation`. A rank that made a later
-    call on a channel has finished the earlier ones that the evidence lacks (rings and dumps hold the newest only).
+    call on a channel has finished the earlier ones that the evidence lacks (rings and dumps hold the newest only, and
+    readers leave out what met and ended).
     """
     launches: dict[int, list[Launch]] = {}
     meetings: dict[Key, Meeting] = {}
@@ -41,7 +42,8 @@ def situation_of(
         issued: Launch | None = None
         if event.calls:
             mine = launches.setdefault(event.rank, [])
-            issued = Launch(event, len(mine), done=event.state is State.COMPLETED)
+            order = (mine[-1].order + 1 if mine else 0) + event.skipped
+            issued = Launch(event, order, done=event.state is State.COMPLETED)
             mine.append(issued)
             take_seats(issued, meetings, counts)
         last[event.rank, event.thread] = (event, issued)

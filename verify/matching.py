@@ -37,6 +37,9 @@ Key = tuple[Channel, int]
 Seat = tuple[int, str]
 """Who sits there: a rank, and for a pair which end."""
 
+RECENT = 10
+"""Calls at the end of a rank's that pictures may show. Readers that leave calls out keep these."""
+
 UNEVEN = frozenset({"A2A", "all_to_all", "gather", "scatter"})
 """Operations whose recorded input sizes may differ between members."""
 
@@ -64,7 +67,10 @@ def seat_of(call: Event) -> Seat:
 
 @dataclass(eq=False)
 class Launch:
-    """One issued event. order: its number on the rank, from 0. started: at the head of its streams, with room."""
+    """One issued event. order: its number on the rank, from 0, those that the evidence left out counted.
+
+    started: at the head of its streams, with room.
+    """
 
     event: Event
     order: int

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Final
 from verify import words
 from verify.blame import Certainty, Class
 from verify.hang.stacks import source_line
+from verify.matching import RECENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from verify.events import Site
     from verify.hang.diagnosis import Diagnosis
-    from verify.matching import Meeting
+    from verify.matching import Meeting, Seat
 
 WIDTH: Final = 120
 LINES: Final = 25
@@ -79,12 +80,9 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
     rows: dict[tuple[str, ...], list[int]] = {}
     everybody = sorted({seat[0] for meeting in columns for seat in meeting.seats})
     unsure = diagnosis.situation.unsure
-    standing = {
-        rank: tuple(
-            _cell(meeting, rank, rank in diagnosis.dark or (rank, meeting.key[0].name) in unsure) for meeting in columns
-        )
-        for rank in everybody
-    }
+    lost = {name: {rank for rank, group in unsure if group == name} for name in {each.key[0].name for each in columns}}
+    cells = [_cells(meeting, diagnosis.dark | lost[meeting.key[0].name]) for meeting in columns]
+    standing = {rank: tuple(column.get(rank, "") for column in cells) for rank in everybody}
     for rank in everybody:
         rows.setdefault(standing[rank], []).append(rank)
     graph = diagnosis.graph
@@ -94,17 +92,17 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
     marked |= ring if diagnosis.verdict.cls is Class.CYCLE and not marked else set()
     # Blamed ranks apart from others that stand alike, and first.
     parted = [
-        (cells, part)
-        for cells, ranks in rows.items()
+        (row, part)
+        for row, ranks in rows.items()
         for part in ([r for r in ranks if r in marked], [r for r in ranks if r not in marked])
         if part
     ]
     parted.sort(key=lambda row: (row[1][0] not in marked, row[1][0]))
     heads = [_heading(meeting) for meeting in columns]
     lines = [f"{'':<24}" + "".join(f"{_cut(head[n]):<{CELL}}" for head in heads) for n in (0, 1)]
-    for cells, ranks in parted[:ROWS]:
+    for row, ranks in parted[:ROWS]:
         label = _cut(f"{'>' if ranks[0] in marked else ' '} {_span(ranks)}")
-        lines.append(f"{label:<24}" + "".join(f"{_cut(cell):<{CELL}}" for cell in cells))
+        lines.append(f"{label:<24}" + "".join(f"{_cut(cell):<{CELL}}" for cell in row))
     if len(parted) > ROWS:
         lines.append(f"  and {sum(len(ranks) for _, ranks in parted[ROWS:])} ranks more")
     return [line.rstrip() for line in lines]
@@ -119,10 +117,18 @@ def _columns(diagnosis: Diagnosis) -> list[Meeting]:
     open_ = [meeting for meeting in meetings if any(not launch.done for launch, _ in meeting.arrived.values())]
     open_.sort(key=lambda each: (not _lacks(each, blamed), _place(each)))
     chosen = list({id(each): each for each in (*named[:COLUMNS], *open_[:COLUMNS])}.values())[:COLUMNS]
-    before = [meeting for meeting in meetings if meeting not in open_ and meeting not in chosen]
-    if len(chosen) < COLUMNS and before:
-        chosen.append(max(before, key=_place))
+    if len(chosen) < COLUMNS:
+        last = {rank: launches[-1].order for rank, launches in diagnosis.situation.launches.items() if launches}
+        known = {id(meeting) for meeting in (*open_, *chosen)}
+        recent = [meeting for meeting in meetings if id(meeting) not in known and _recent(meeting, last)]
+        chosen += [max(recent, key=_place)] if recent else []
     return sorted(chosen, key=_place)
+
+
+def _recent(meeting: Meeting, last: dict[int, int]) -> bool:
+    """Whether it is one of the last calls of a member, which evidence never leaves out."""
+    launches = [launch for launch, _ in meeting.arrived.values() if launch.order >= 0]
+    return any(last[launch.rank] - launch.order < RECENT for launch in launches)
 
 
 def _lacks(meeting: Meeting, ranks: set[int]) -> bool:
@@ -142,17 +148,22 @@ def _heading(meeting: Meeting) -> tuple[str, str]:
     return f"{calls[0].name if calls else 'call'} {number + 1}", name or "{" + ",".join(map(str, members)) + "}"
 
 
-def _cell(meeting: Meeting, rank: int, dark: bool) -> str:
-    seats = [seat for seat in meeting.seats if seat[0] == rank]
-    if not seats:
-        return ""
-    arrived = [meeting.arrived[seat] for seat in seats if seat in meeting.arrived]
-    if not arrived:
-        return "no evidence" if dark else "not called"
-    state = "done" if all(launch.done for launch, _ in arrived) else "waits"
-    other = {call.name for _, call in meeting.arrived.values() if call.operation}
-    mine = arrived[0][1]
-    return f"{state} ({mine.name})" if len(other) > 1 and mine.operation else state
+def _cells(meeting: Meeting, dark: Collection[int]) -> dict[int, str]:
+    """How each member stands in an operation. dark: ranks whose call there may be lost."""
+    mine: dict[int, list[Seat]] = {}
+    for seat in meeting.seats:
+        mine.setdefault(seat[0], []).append(seat)
+    mixed = len({call.name for _, call in meeting.arrived.values() if call.operation}) > 1
+    cells = {}
+    for rank, seats in mine.items():
+        arrived = [meeting.arrived[seat] for seat in seats if seat in meeting.arrived]
+        if not arrived:
+            cells[rank] = "no evidence" if rank in dark else "not called"
+            continue
+        state = "done" if all(launch.done for launch, _ in arrived) else "waits"
+        call = arrived[0][1]
+        cells[rank] = f"{state} ({call.name})" if mixed and call.operation else state
+    return cells
 
 
 def _cut(text: str) -> str:

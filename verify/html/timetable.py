@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from verify import words
 from verify.html.graph import CHARACTER, svg
-from verify.matching import Standing
+from verify.matching import RECENT, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ STATIONS: Final = 24
 FEW: Final = 12
 """Ranks of a job that has more than `STATIONS`."""
 FEW_CALLS: Final = 4
-CALLS: Final = 10
+CALLS: Final = RECENT
 """Of each rank, the last ones are drawn."""
 ROW: Final = 56
 LEFT: Final = 92
@@ -97,7 +97,7 @@ def of_situation(
         Stop(host.rank, end, *_beyond(host)) for host in situation.hosts if host.rank in last and _beyond(host)[0]
     ]
     rest = len(everybody) - len(stations)
-    older = sum(len(calls) > most for calls in situation.launches.values())
+    older = sum(calls[-1].order >= most for calls in situation.launches.values() if calls)
     left_out = [f"{rest} more ranks"] * (rest > 0) + [f"older calls of {older} ranks"] * (older > 0)
     named = frozenset(words.number(situation.meetings[key]) for key in marked if key in situation.meetings)
     return Timetable(stations, tuple(stops), lacking, named, "", " and ".join(left_out))

@@ -14,27 +14,26 @@ A dump holds no rank, on gloo no members, and numbers transfers by a counter of 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernel.errors import UsageError
 from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers.calls import shapes
+from verify.readers.folded import everything, fold
 from verify.readers.found import Found
-from verify.readers.membership import Group, damaged, resolve
+from verify.readers.membership import damaged, resolve
+from verify.readers.transfers import Transfers, ends_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from verify.readers.flight_recorder import Dump, Entry
-    from verify.readers.membership import Name
+    from verify.readers.calls import Batch, Column, Dump, Group, Name
+    from verify.readers.folded import Kept
 
 BLIND = "graph replays, DeepEP and NVSHMEM calls, host waits and streams are not in Flight Recorder dumps"
 """What no dump can tell."""
-
-Numbers = dict[int, int]
-"""Place of an entry in its dump -> number of the transfer, from 0."""
 
 
 class Mine(NamedTuple):
@@ -44,20 +43,25 @@ class Mine(NamedTuple):
     dump: Dump
 
 
-def together(dumps: Sequence[Dump]) -> Found:
-    """What the dumps of a job say. Raises UsageError where a rank cannot be told."""
+def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
+    """What the dumps of a job say. Raises UsageError where a rank cannot be told.
+
+    Calls that met, agreed and ended are left out where no diagnosis can rest on them (`verify.readers.folded`); the
+    events that follow say how many they were. whole: none is left out.
+    """
     mine, unknown = _whose(dumps)
     job = _Job(mine)
-    events = [event for each in mine for event in job.events(each)]
+    kept = everything(job.dumps) if whole else fold(job.dumps, job.collectives, job.told, job.transfers)
+    events = [event for rank in job.dumps for event in job.events(rank, kept[rank])]
     unknown += job.unknown
     versions = sorted({each.dump.version for each in mine})
     if len(versions) > 1:
         unknown.append(f"dumps of several versions ({', '.join(versions)}): one job should have one")
     if odd := sorted({name for each in mine for name in each.dump.odd}):
         unknown.append(damaged(odd))
-    moved = max((entry.moved_ns for each in mine for entry in each.dump.entries), default=0)
+    moved = max((each.dump.moved_ns for each in mine), default=0)
     present = frozenset(each.rank for each in mine)
-    expected = present.union(*(group.members for group in job.groups.values() if group not in job.disputed))
+    expected = present.union(*{group.members for group in job.groups.values() if group not in job.disputed})
     places = sorted({str(each.dump.path.parent) for each in mine})
     source = f"{len(mine)} Flight Recorder dump{'s' if len(mine) > 1 else ''} in {', '.join(places[:3])}"
     doubt = "the dumps contradict each other on who belongs to a group" if job.disputed or job.outside else ""
@@ -70,9 +74,10 @@ def together(dumps: Sequence[Dump]) -> Found:
 def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
     """The dumps in the order of their ranks; of several of one rank, the one that saw the latest call."""
     ways = []
+    same: dict[tuple[int, ...], frozenset[int]] = {}
     for dump in dumps:
-        own = [set(members) for members in dump.groups.values() if members]
-        possible = set.intersection(*own) if own else set()
+        own = [same.get(each) or same.setdefault(each, frozenset(each)) for each in dump.groups.values() if each]
+        possible = frozenset.intersection(*sorted(own, key=len)) if own else frozenset()
         stem = re.sub(r"\.(?:pickle|pkl|json|bin|dump|trace|txt|\d{14,})$", "", dump.path.name)
         numbers = [int(each) for each in re.findall(r"\d{1,9}", stem)]
         marked = [int(each) for each in re.findall(r"rank[ _=.-]?(\d{1,9})(?![.\d])", stem, re.IGNORECASE)]
@@ -88,7 +93,7 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
             raise UsageError(f"{dump.path}: cannot tell its rank: end the file's name with it, as in dump_rank_3")
         mine = found[named[0]]
         # A copy of a dump tells the same once.
-        if not any(replace(dump, path=other.path) == other for other in mine):
+        if not any(dump.mark == other.mark for other in mine):
             mine.append(dump)
     unknown: list[str] = []
     newest: dict[int, Dump] = {}
@@ -106,37 +111,46 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
 
 
 def _age(dump: Dump) -> tuple[int, int, str]:
-    last = max((entry.moved_ns for entry in dump.entries), default=0)
-    return last, len(dump.entries), str(dump.path)
+    return dump.moved_ns, dump.entries, str(dump.path)
 
 
 class _Job:
     """The dumps of all ranks, with groups and the numbers of transfers resolved."""
 
     def __init__(self, mine: Sequence[Mine]) -> None:
-        self.mine = mine
+        self.dumps = dict(mine)
         self.unknown: list[str] = []
         self.unsure: set[tuple[int, str]] = set()
         known = resolve(
             {rank: dump.groups for rank, dump in mine},
-            {rank: {entry.group for entry in dump.entries} for rank, dump in mine},
+            {rank: dict.fromkeys(name for name, _ in dump.columns) for rank, dump in mine},
         )
-        self.groups, self.disputed = known.groups, known.disputed
+        self.groups, self.disputed, self.outside = known.groups, known.disputed, known.outside
         self.unknown += known.unknown
         self.labels = self._labels()
-        self.entries: dict[Group, dict[int, list[tuple[int, Entry]]]] = defaultdict(lambda: defaultdict(list))
+        self.communicators = {group: Communicator(group.members, label) for group, label in self.labels.items()}
+        self.used: dict[Group, set[bool]] = defaultdict(set)
+        """Which groups have calls: collectives (False), transfers (True)."""
+        self.collectives: dict[Group, dict[int, Column]] = defaultdict(dict)
+        moved: dict[Group, dict[int, Column]] = defaultdict(dict)
         for rank, dump in mine:
-            for place, entry in enumerate(dump.entries):
-                if (rank, entry.group) in known.outside:
+            for (name, transfer), column in dump.columns.items():
+                if not self._believed(rank, name):
                     continue
-                self.entries[self.groups[rank, entry.group]][rank].append((place, entry))
-        self.status = {group: self._counters(group) for group in self.entries}
-        self.numbers: dict[int, Numbers] = defaultdict(dict)
-        self.loose: dict[int, set[int]] = defaultdict(set)
-        """Transfers whose pairing was inferred: their arguments are not compared."""
-        self._pair()
-        self._doubt()
-        self.outside = known.outside
+                group = self.groups[rank, name]
+                self.used[group].add(transfer)
+                (moved if transfer else self.collectives)[group][rank] = column
+        self.transfers = Transfers(self.dumps, moved)
+        self.unknown += self.transfers.unknown
+        self.told: dict[int, list[tuple[Group, int, State]]] = defaultdict(list)
+        """Rank -> groups of which only its status tells a call: which one, and how far that got."""
+        for group, kinds in self.used.items():
+            self._counted(group, kinds)
+        self.unsure |= {(rank, self.labels[group]) for group in self.disputed for rank in group.members}
+
+    def _believed(self, rank: int, name: Name) -> bool:
+        """Whether it is known who belongs to a group in which a rank has calls, and that the rank does."""
+        return (rank, name) not in self.outside and self.groups[rank, name] not in self.disputed
 
     def _labels(self) -> dict[Group, str]:
         """What people call each group: its description, with its name where several share one."""
@@ -149,147 +163,111 @@ class _Job:
             for group in groups
         }
 
-    def _counters(self, group: Group) -> dict[int, tuple[int, int]]:
+    def _counted(self, group: Group, kinds: set[bool]) -> None:
+        """Note the members of which only a counter tells, and those whose dump may have lost all calls of a kind."""
+        status = self._counters(group, kinds)
+        for rank in group.members:
+            if (dump := self.dumps.get(rank)) is None:
+                continue
+            own = {
+                kind for kind in kinds if (group.name, kind) in dump.columns and self.groups[rank, group.name] == group
+            }
+            if rank in status and not own:
+                enqueued, completed = status[rank]
+                if enqueued > 0 and kinds == {False}:
+                    state = State.COMPLETED if completed >= enqueued else State.SCHEDULED
+                    self.told[rank].append((group, enqueued, state))
+            if rank not in status and kinds - own and not dump.whole:
+                self.unsure.add((rank, self.labels[group]))
+
+    def _counters(self, group: Group, kinds: set[bool]) -> dict[int, tuple[int, int]]:
         """Rank -> last enqueued and completed number of `group`, where the dump's counters are known to count it.
 
         The counter of a group is that of its last call, be it a collective or a transfer; the identifiers are the
         process's own. Both are only trusted where every dump with a call in the group confirms them.
         """
-        kinds = {entry.transfer for each in self.entries[group].values() for _, entry in each}
         if len(kinds) != 1:
             return {}
+        (kind,) = kinds
         found: dict[int, tuple[int, int]] = {}
-        for rank, dump in self.mine:
-            if rank not in group.members:
+        columns = self.transfers.columns[group] if kind else self.collectives[group]
+        for rank in group.members:
+            if (dump := self.dumps.get(rank)) is None:
                 continue
-            ids = {entry.group: entry.pg_id for entry in dump.entries if entry.pg_id is not None}
+            ids = dump.ids
             number = ids[group.name] if group.name in ids else _in_order(dump, ids).get(group.name)
             if number is not None and number in dump.status:
                 found[rank] = dump.status[number]
-            mine = self.entries[group].get(rank)
-            if mine and (rank not in found or found[rank][0] != max(entry.seq for _, entry in mine)):
+            mine = columns.get(rank)
+            if mine is not None and (rank not in found or found[rank][0] != max(mine.seqs)):
                 return {}
         return found
 
-    def _pair(self) -> None:
-        channels: dict[tuple[Group, int, int], dict[int, list[tuple[int, Entry]]]] = defaultdict(dict)
-        for group, ranks in self.entries.items():
-            for rank, mine in ranks.items():
-                for place, entry in mine:
-                    if entry.ends is None or max(entry.ends) >= len(group.members):
-                        continue
-                    source, target = (group.members[end] for end in entry.ends)
-                    if rank in (source, target) and source != target:
-                        channels[group, source, target].setdefault(rank, []).append((place, entry))
-        whole = {rank for rank, dump in self.mine if dump.whole}
-        guessed: set[tuple[int, int]] = set()
-        for (group, source, target), sides in channels.items():
-            if whole.issuperset(sides):
-                self._number(sides, dict.fromkeys(sides, 0))
-            elif len(group.members) == 2 and _one_counter(self.entries[group], sides):
-                for rank, mine in sides.items():
-                    self.numbers[rank] |= {place: entry.seq - 1 for place, entry in mine}
-            else:
-                heads = {rank: _head(mine) for rank, mine in sides.items()}
-                self._number(sides, {rank: max(heads.values()) - head for rank, head in heads.items()})
-                for rank, mine in sides.items():
-                    self.loose[rank] |= {place for place, _ in mine}
-                if len(sides) == 2:
-                    guessed.add((source, target))
-        if guessed:
-            one, other = min(guessed)
-            self.unknown.append(
-                f"numbers of transfers (rank {one} to {other}{f', {len(guessed) - 1} more' * (len(guessed) > 1)}): "
-                "the dumps lack the first ones, so the unfinished ones are paired in their order"
-            )
-
-    def _number(self, sides: dict[int, list[tuple[int, Entry]]], first: dict[int, int]) -> None:
-        for rank, mine in sides.items():
-            self.numbers[rank] |= {place: first[rank] + n for n, (place, _) in enumerate(mine)}
-
-    def _doubt(self) -> None:
-        """Note the groups in which others have calls, and of which a dump may have lost all of its own."""
-        for group, ranks in self.entries.items():
-            if group in self.disputed:
-                self.unsure |= {(rank, self.labels[group]) for rank in group.members}
-            kinds = {entry.transfer for mine in ranks.values() for _, entry in mine}
-            for rank, dump in self.mine:
-                used = {entry.transfer for _, entry in ranks.get(rank, ())}
-                if rank in group.members and not dump.whole and rank not in self.status[group] and kinds - used:
-                    self.unsure.add((rank, self.labels[group]))
-
-    def events(self, mine: Mine) -> Iterable[Event]:
-        """The calls of one rank in its order; first those that only its status tells."""
-        rank, dump = mine
-        for group, ranks in self.entries.items():
-            if group in self.disputed:
-                yield from self._head(rank, group)
-            elif rank in self.status[group] and rank not in ranks:
-                enqueued, completed = self.status[group][rank]
-                transfers = any(entry.transfer for each in ranks.values() for _, entry in each)
-                if enqueued > 0 and not transfers:
-                    state = State.COMPLETED if completed >= enqueued else State.SCHEDULED
-                    yield Event(
-                        rank, Kind.COLLECTIVE, communicator=self._communicator(group), sequence=enqueued - 1,
-                        state=state, confidence=Confidence.INFERRED,
-                    )  # fmt: skip
-        placed = [each for each in enumerate(dump.entries) if self._believed(rank, each[1])]
-        for _, batch in groupby(placed, key=lambda each: (each[1].group, each[1].transfer, each[1].seq)):
-            yield from self._call(rank, list(batch))
-
-    def _believed(self, rank: int, entry: Entry) -> bool:
-        return (rank, entry.group) not in self.outside and self.groups[rank, entry.group] not in self.disputed
-
-    def _head(self, rank: int, group: Group) -> Iterable[Event]:
-        """Of a group whose members are not known: that the rank waits in it, and no more."""
-        open_ = [entry for _, entry in self.entries[group].get(rank, ()) if not entry.done]
-        if open_:
+    def events(self, rank: int, kept: Kept) -> Iterable[Event]:
+        """The calls of one rank in its order, of those kept; first those that only its status tells, and where it waits
+        in groups whose members are not known."""
+        yield from self._disputed(rank)
+        for group, enqueued, state in self.told[rank]:
             yield Event(
-                rank, Kind.COLLECTIVE, open_[0].operation, medium=open_[0].backend,
-                communicator=self._communicator(group), sequence=0, site=open_[0].site, state=State.SCHEDULED,
+                rank, Kind.COLLECTIVE, communicator=self.communicators[group], sequence=enqueued - 1, state=state,
                 confidence=Confidence.INFERRED,
             )  # fmt: skip
+        dump = self.dumps[rank]
+        silent = self.transfers.silent.get(rank, set())
+        before = 0
+        for row, (name, transfer, at) in sorted(kept.items()):
+            if row in silent or not self._believed(rank, name):
+                continue
+            skipped = row - before - sum(before <= each < row for each in silent)
+            before = row + 1
+            column = dump.columns[name, transfer]
+            batch, group = dump.batches[column.kinds[at]], self.groups[rank, name]
+            if transfer:
+                yield self._transfers(rank, group, batch, at, skipped)
+            else:
+                seq = column.seqs[at]
+                yield Event(
+                    rank, Kind.COLLECTIVE, batch.operation, medium=batch.backend,
+                    communicator=self.communicators[group], sequence=seq - 1 if seq else 0, sizes=batch.inputs,
+                    outputs=batch.outputs, dtype=batch.dtype, site=batch.site,
+                    state=State.COMPLETED if batch.done else State.SCHEDULED, skipped=skipped,
+                )  # fmt: skip
 
-    def _communicator(self, group: Group) -> Communicator:
-        return Communicator(group.members, self.labels[group])
+    def _disputed(self, rank: int) -> Iterable[Event]:
+        """Of each group whose members are not known: that the rank waits in it, and no more."""
+        dump = self.dumps[rank]
+        heads: dict[Group, tuple[int, Batch]] = {}
+        for (name, _), column in dump.columns.items() if self.disputed else ():
+            if (group := self.groups[rank, name]) in self.disputed:
+                open_ = ((row, dump.batches[kind]) for row, kind in zip(column.rows, column.kinds, strict=True))
+                first = next(((row, batch) for row, batch in open_ if not batch.done), None)
+                if first is not None and (group not in heads or first[0] < heads[group][0]):
+                    heads[group] = first
+        for group, (_, batch) in heads.items():
+            yield Event(
+                rank, Kind.COLLECTIVE, batch.operation, medium=batch.backend, communicator=self.communicators[group],
+                sequence=0, site=batch.site, state=State.SCHEDULED, confidence=Confidence.INFERRED,
+            )  # fmt: skip
 
-    def _call(self, rank: int, batch: list[tuple[int, Entry]]) -> Iterable[Event]:
-        """One call: a single entry, or the entries of a coalesced one, of which the last may only end it."""
-        first = batch[0][1]
-        group = self.groups[rank, first.group]
-        calls = [(place, entry) for place, entry in batch if not entry.marker] or batch
-        ends = [entry for _, entry in batch if entry.marker]
-        done = ends[-1].done if ends else all(entry.done for _, entry in batch)
-        state = State.COMPLETED if done else State.SCHEDULED
-        if first.transfer:
-            parts = [
-                part for place, entry in calls if (part := self._transfer(rank, place, entry, group, state)) is not None
-            ]
-            if len(parts) == 1:
-                yield parts[0]
-            elif parts:
-                yield Event(rank, Kind.GROUP, "G", parts=tuple(parts), site=first.site, state=state)
-            return
-        yield Event(
-            rank, Kind.COLLECTIVE, _joined(entry.operation for _, entry in calls), medium=first.backend,
-            communicator=self._communicator(group), sequence=first.seq - 1 if first.seq else 0,
-            sizes=_all(entry.inputs for _, entry in calls), outputs=_all(entry.outputs for _, entry in calls),
-            dtype="+".join(sorted({entry.dtype for _, entry in calls if entry.dtype})) or None,
-            site=first.site, state=state,
-        )  # fmt: skip
-
-    def _transfer(self, rank: int, place: int, entry: Entry, group: Group, state: State) -> Event | None:
-        number = self.numbers[rank].get(place)
-        if entry.ends is None or number is None:
-            return None
-        source, target = (group.members[end] for end in entry.ends)
-        loose = place in self.loose[rank]
-        return Event(
-            rank, Kind.SEND if rank == source else Kind.RECV, "send" if rank == source else "recv",
-            medium=entry.backend, communicator=self._communicator(group), peer=target if rank == source else source,
-            sequence=number, sizes=None if loose else _all([entry.inputs]), dtype=None if loose else entry.dtype,
-            site=entry.site, state=state, confidence=Confidence.INFERRED if loose else Confidence.OBSERVED,
-        )  # fmt: skip
+    def _transfers(self, rank: int, group: Group, batch: Batch, at: int, skipped: int) -> Event:
+        """One call: a transfer, or several that complete together."""
+        state = State.COMPLETED if batch.done else State.SCHEDULED
+        parts = []
+        for part, source, target in ends_of(batch, rank, group):
+            number, loose = self.transfers.number(group, source, target, rank, at, part)
+            call, sends = batch.calls[part], rank == source
+            parts.append(
+                Event(
+                    rank, Kind.SEND if sends else Kind.RECV, "send" if sends else "recv", medium=call.backend,
+                    communicator=self.communicators[group], peer=target if sends else source, sequence=number,
+                    sizes=None if loose else shapes([call.inputs]), dtype=None if loose else call.dtype,
+                    site=call.site, state=state,
+                    confidence=Confidence.INFERRED if loose else Confidence.OBSERVED,
+                )
+            )  # fmt: skip
+        if len(parts) == 1:
+            return replace(parts[0], skipped=skipped) if skipped else parts[0]
+        return Event(rank, Kind.GROUP, "G", parts=tuple(parts), site=batch.site, state=state, skipped=skipped)
 
 
 def _in_order(dump: Dump, ids: dict[Name, int]) -> dict[Name, int]:
@@ -299,32 +277,3 @@ def _in_order(dump: Dump, ids: dict[Name, int]) -> dict[Name, int]:
         return {}
     found = dict(zip(sorted(names, key=lambda name: int(name[0])), sorted(dump.status), strict=True))
     return found if all(found.get(name) == number for name, number in ids.items()) else {}
-
-
-def _one_counter(ranks: dict[int, list[tuple[int, Entry]]], sides: dict[int, list[tuple[int, Entry]]]) -> bool:
-    """Whether the counters of two ranks agree: what both numbered alike is a send on one and its recv on the other."""
-    numbered = [{entry.seq: entry.ends for _, entry in mine if entry.transfer} for mine in ranks.values()]
-    transfers = [sum(entry.transfer for _, entry in mine) for mine in ranks.values()]
-    single = transfers == [len(each) for each in numbered]
-    shared = set(numbered[0]).intersection(*numbered[1:]) if len(numbered) > 1 else set()
-    agree = all(len({one[seq] for one in numbered}) == 1 for seq in shared)
-    return single and agree and bool(sides)
-
-
-def _head(mine: Sequence[tuple[int, Entry]]) -> int:
-    """Place of the first unfinished one."""
-    return next((n for n, (_, entry) in enumerate(mine) if not entry.done), len(mine))
-
-
-def _joined(operations: Iterable[str]) -> str:
-    counted = Counter(operations)
-    return " + ".join(name if n == 1 else f"{n} {name}" for name, n in counted.items())
-
-
-def _all(sizes: Iterable[tuple[int, ...] | None]) -> tuple[tuple[int, ...], ...] | None:
-    found: list[tuple[int, ...]] = []
-    for each in sizes:
-        if each is None:
-            return None
-        found += [(number,) for number in each]
-    return tuple(found)

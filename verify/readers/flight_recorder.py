@@ -7,265 +7,285 @@ error where nothing can be read without it.
 
 from __future__ import annotations
 
-import json
+import gc
 import re
-from dataclasses import dataclass, replace
-from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from array import array
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from marshal import dumps as packed
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kernel.errors import UsageError
-from verify.events import Site
-from verify.readers import pickled
+from verify.readers import pickled, plain_json
+from verify.readers.calls import (
+    MEMBERS,
+    Batch,
+    Call,
+    Column,
+    Dump,
+    batch_of,
+    call_of,
+    description,
+    number,
+    site_of,
+    text,
+)
 from verify.readers.found import Damaged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
+    from verify.events import Site
+    from verify.readers.calls import Name
     from verify.readers.found import Found
 
-LARGEST: Final = 256 << 20
+LARGEST: Final = 64 << 20
 """Bytes of a dump: far beyond what the largest ring with stacks takes."""
 ENTRIES: Final = 2_000_000
-MEMBERS: Final = 1 << 20
-NAMES: Final = {
-    "_all_gather_base": "all_gather", "all_gather_single": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter_single": "reduce_scatter",
-    "_broadcast_oop": "broadcast", "_reduce_oop": "reduce", "all_reduce_barrier": "barrier",
-    "allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all", "all_to_all_v_single": "all_to_all",
-}  # fmt: skip
-"""Names of one operation in several versions and forms; any other name stands for itself."""
-KNOWN: Final = frozenset(NAMES.values()) | {
-    "broadcast", "reduce", "gather", "scatter", "all_gather_v", "reduce_scatter_v", "send", "recv", "coalesced",
-    "monitored_barrier",
-}  # fmt: skip
-NO_OUTPUT: Final = frozenset({"gather", "scatter", "all_to_all"})
-"""Operations whose inputs or outputs differ by right between members."""
+RANKS: Final = 1 << 18
+LATEST: Final = 1 << 62
+"""Sequence numbers end below it."""
+DEEPEST: Final = 128
+"""Frames of a stack that are looked at."""
+KEPT: Final = 100_000
+"""Calls that a decoder remembers."""
+FIELDS: Final = itemgetter(
+    "profiling_name", "process_group", "state", "is_p2p", "retired", "input_sizes", "output_sizes", "input_dtypes",
+    "output_dtypes", "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
+    "time_discovered_started_ns", "time_discovered_completed_ns",
+)  # fmt: skip
+"""Of an entry: first nine that repeat, then its numbers and times."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A call. seq: its number in the group, from 1, of collectives or of transfers. ends: group-relative (from, to).
+class _Entries(NamedTuple):
+    """The entries of a dump in the order of their records. ids: group -> process-local identifier."""
 
-    inputs, outputs: elements of each tensor. done: finished, as far as the recorder tells.
-    """
-
-    record: int
-    pg_id: int | None
-    group: tuple[str, str]
-    seq: int
-    backend: str
-    operation: str
-    ends: tuple[int, int] | None
-    transfer: bool
-    inputs: tuple[int, ...] | None
-    outputs: tuple[int, ...] | None
-    dtype: str | None
-    done: bool
-    created_ns: int
+    calls: list[Call]
+    seqs: list[int]
+    ids: dict[Name, int]
     moved_ns: int
-    site: Site | None
-
-    @property
-    def marker(self) -> bool:
-        """Whether it only ends a coalesced group."""
-        return self.operation == "coalesced" or (self.operation.endswith("_coalesced") and self.operation[0].isupper())
-
-
-@dataclass(frozen=True, slots=True)
-class Dump:
-    """What one process recorded. rank: where the dump itself says. groups: (name, description) -> members, if listed.
-
-    status: process-local id -> last enqueued and last completed number. whole: nothing was dropped since the start.
-    odd: names of operations that are damaged; their calls have none.
-    """
-
-    path: Path
-    rank: int | None
-    version: str
-    groups: dict[tuple[str, str], tuple[int, ...]]
-    status: dict[int, tuple[int, int]]
-    entries: tuple[Entry, ...]
     whole: bool
-    odd: tuple[str, ...] = ()
+
+
+def _fields(raw: Any) -> tuple[Any, ...]:
+    """The same of an entry that lacks some; raises KeyError or TypeError where it lacks what tells calls apart."""
+    if type(raw) is not dict:
+        raise TypeError("it is no dictionary")
+    get = raw.get
+    return (
+        raw["profiling_name"], raw["process_group"], raw["state"], get("is_p2p"), get("retired"), get("input_sizes"),
+        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), raw["record_id"], get("pg_id"),
+        get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"), get("time_discovered_started_ns"),
+        get("time_discovered_completed_ns"),
+    )  # fmt: skip
+
+
+def _alike(one: Call, other: Call) -> bool:
+    return one is other or (one.group == other.group and one.transfer == other.transfer)
 
 
 def decode(path: Path) -> Dump:
     """The dump in a file. Raises UsageError, one line, for what is damaged, unsafe, too large or no dump."""
-    data = _plain(path)
-    if not isinstance(data, dict) or not ({"entries", "pg_config", "pg_status"} & data.keys()):
-        raise UsageError(f"{path}: no Flight Recorder dump: it has neither entries nor groups; name another file")
-    raw = data.get("entries") or []
-    if not isinstance(raw, list) or len(raw) > ENTRIES:
-        raise Damaged(f"{path}: damaged: its entries are no list, or more than {ENTRIES:,}; dump it again")
-    entries = []
-    for number, each in enumerate(raw):
-        try:
-            entries.append(_entry(each))
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__} {str(error)[:60]!r}"
-            raise Damaged(f"{path}: entry {number} is damaged ({what}): dump it again, or leave it out") from None
-    odd = tuple(dict.fromkeys(entry.operation for entry in entries if _damaged(entry.operation)))
-    entries = [replace(entry, operation="") if entry.operation in odd else entry for entry in entries]
-    entries.sort(key=lambda entry: entry.record)
-    whole = bool(entries) and entries[0].record == 0 and entries[-1].record == len(entries) - 1
-    rank = data.get("rank")
-    return Dump(
-        path, rank if type(rank) is int and rank >= 0 else None, _text(data.get("version")) or "unknown",
-        _groups(data.get("pg_config")), _status(data.get("pg_status")), tuple(entries), whole, odd,
-    )  # fmt: skip
+    return Decoder().decode(path)
 
 
-def _damaged(name: str) -> bool:
-    """Whether a name cannot be that of an operation, or is a known one with a letter or two changed. A name of another
-    length may be one that a later version brings.
-    """
-    if name in KNOWN or name.endswith("_coalesced"):
-        return False
-    near = [known for known in KNOWN if len(known) == len(name)]
-    close = any(sum(one != other for one, other in zip(name, known, strict=True)) < 3 for known in near)
-    return close or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+@dataclass
+class Decoder:
+    """Reads dumps one by one; those of one decoder share their calls, call sites and lists of members."""
+
+    batches: list[Batch] = field(default_factory=list)
+    _entries_of: list[tuple[Call, ...]] = field(default_factory=list)
+    _places: dict[tuple[Call, ...], int] = field(default_factory=dict)
+    _calls: dict[tuple[bytes, int], Call] = field(default_factory=dict)
+    _sites: dict[Site, Site] = field(default_factory=dict)
+    _members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def decode(self, path: Path) -> Dump:
+        """As the function does."""
+        with _undisturbed():
+            data, mark = _plain(path)
+            if not isinstance(data, dict) or not ({"entries", "pg_config", "pg_status"} & data.keys()):
+                raise UsageError(
+                    f"{path}: no Flight Recorder dump: it has neither entries nor groups; name another file"
+                )
+            raw = data.get("entries") or []
+            if not isinstance(raw, list) or len(raw) > ENTRIES:
+                raise Damaged(f"{path}: damaged: its entries are no list, or more than {ENTRIES:,}; dump it again")
+            entries = self._entries(path, raw)
+            columns, rows = self._columns(entries.calls, entries.seqs)
+            rank = data.get("rank")
+            dump = Dump(
+                path, rank if type(rank) is int and 0 <= rank < LATEST else None,
+                text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
+                _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, len(raw), entries.moved_ns,
+                entries.whole, tuple(dict.fromkeys(call.odd for call in set(entries.calls) if call.odd)), mark,
+            )  # fmt: skip
+            # Before the collector may run again, which would go through all of it.
+            del data, raw
+        return dump
+
+    def _entries(self, path: Path, raw: list[Any]) -> _Entries:
+        if len(self._calls) > KEPT:
+            self._calls.clear()
+        records: list[int] = []
+        calls: list[Call] = []
+        seqs: list[int] = []
+        ids: dict[Name, Any] = {}
+        moved = 0
+        # By identity, while `raw` is alive: entries share their frames.
+        known: dict[int, tuple[Site | None, bool]] = {}
+        for at, each in enumerate(raw):
+            try:
+                try:
+                    fields = FIELDS(each)
+                except (KeyError, TypeError):
+                    fields = _fields(each)
+                site = self._site(each.get("frames"), known)
+                told, (record, pg_id, collective, transfer, created, started, ended) = fields[:9], fields[9:]
+                key = packed(told, 4), id(site)
+                call = self._calls.get(key)
+                if call is None:
+                    call = self._calls[key] = call_of(each, site)
+                seq = transfer if call.transfer else collective
+                if type(seq) is not int:
+                    seq = number(seq, -1)
+                if not 0 <= seq < LATEST:
+                    raise ValueError("no sequence number")
+            except (KeyError, TypeError, ValueError) as error:
+                what = f"{type(error).__name__} {str(error)[:60]!r}"
+                raise Damaged(f"{path}: entry {at} is damaged ({what}): dump it again, or leave it out") from None
+            records.append(record if type(record) is int else number(record))
+            calls.append(call)
+            seqs.append(seq)
+            ids[call.group] = pg_id
+            for time in (created, started, ended):
+                if time is not None and (time if type(time) is int else (time := number(time))) > moved:
+                    moved = time
+        if any(map(int.__gt__, records, records[1:])):
+            order = sorted(range(len(records)), key=records.__getitem__)
+            calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
+        whole = bool(records) and min(records) == 0 and max(records) == len(records) - 1
+        return _Entries(
+            calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole
+        )
+
+    def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
+        """The innermost frame outside of torch, else the innermost."""
+        if not frames or type(frames) is not list:
+            return None
+        inner: Site | None = None
+        for frame in frames if len(frames) <= DEEPEST else frames[:DEEPEST]:
+            if (told := known.get(id(frame))) is None:
+                site, own = site_of(frame)
+                told = known[id(frame)] = self._sites.setdefault(site, site) if site is not None else None, own
+            if told[1]:
+                return told[0]
+            inner = inner or told[0]
+        return inner
+
+    def _columns(self, calls: list[Call], seqs: list[int]) -> tuple[dict[tuple[Name, bool], Column], int]:
+        """The batches of each group in their order, and how many there are."""
+        columns: dict[tuple[Name, bool], Column] = {}
+        mine: dict[int, tuple[Column, int]] = {}
+        row, last = -1, -1
+        kinds = array("I")
+        before: Call | None = None
+        for call, seq in zip(calls, seqs, strict=True):
+            if seq == last and before is not None and _alike(call, before):
+                # It joins the batch before it.
+                entries = (*self._entries_of[kinds[-1]], call)
+                kinds[-1] = self._kind(entries)
+                continue
+            row += 1
+            last, before = seq, call
+            if (known := mine.get(id(call))) is None:
+                column = columns.setdefault((call.group, call.transfer), Column(array("I"), array("q"), array("I")))
+                known = mine[id(call)] = column, self._kind((call,))
+            (rows, numbers, kinds), kind = known
+            rows.append(row)
+            numbers.append(seq)
+            kinds.append(kind)
+        return columns, row + 1
+
+    def _kind(self, entries: tuple[Call, ...]) -> int:
+        """The place of a batch."""
+        if (kind := self._places.get(entries)) is None:
+            kind = self._places[entries] = len(self.batches)
+            self.batches.append(batch_of(entries))
+            self._entries_of.append(entries)
+        return kind
+
+    def _groups(self, config: Any) -> dict[Name, tuple[int, ...]]:
+        found: dict[Name, tuple[int, ...]] = {}
+        for key, each in config.items() if isinstance(config, dict) else ():
+            if isinstance(each, dict):
+                name = text(each.get("name")) or text(key)
+                found[name, description(each.get("desc"))] = self._listed(each.get("ranks"))
+        return found
+
+    def _listed(self, members: Any) -> tuple[int, ...]:
+        """The members that a list of ranks, or its text, names: none where it is cut short ("0, 1, ...")."""
+        if isinstance(members, list):
+            members = ",".join(str(each) for each in members[:MEMBERS] if type(each) in (int, str))
+        if not isinstance(members, str) or "..." in members:
+            return ()
+        if (known := self._members.get(members)) is None:
+            known = tuple(sorted({int(n) for n in re.findall(r"[0-9]{1,9}", members[: 10 * MEMBERS])}))
+            # More ranks than any job has are no list of members.
+            known = self._members[members] = known if len(known) <= RANKS else ()
+        return known
 
 
-def _plain(path: Path) -> Any:
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without searches for cycles of references, which a dump does not have and which cost as much as reading it."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _plain(path: Path) -> tuple[Any, bytes]:
     """The data of a file: from a pickle without a class, or from JSON."""
     try:
         with path.open("rb") as file:
-            large = path.stat().st_size > LARGEST
-            content = b"" if large else file.read(LARGEST + 1)
+            size = path.stat().st_size
+            large = size > LARGEST
+            # Asking for the largest would cost more than reading a usual one; what is appended meanwhile is left.
+            content = b"" if large else file.read(size)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
-    if large or len(content) > LARGEST:
+    if large:
         raise UsageError(f"{path}: more than {LARGEST >> 20} MiB: no Flight Recorder dump is that large")
     if not content:
         raise Damaged(f"{path}: empty: the dump was not written; dump it again, or leave the file out")
+    mark = blake2b(content, digest_size=16).digest()
     if content[:1] == b"\x80":
         try:
-            return pickled.load(content)
+            return pickled.load(content), mark
         except pickled.UnsafePickle as error:
             raise UsageError(f"{path}: unsafe pickle, not loaded: {error}; a Flight Recorder dump never does") from None
         except ValueError as error:
             raise Damaged(f"{path}: damaged pickle ({error}): dump it again, or leave the file out") from None
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError, MemoryError) as error:
+        return plain_json.load(content), mark
+    except ValueError as error:
         raise Damaged(f"{path}: damaged JSON ({str(error)[:80]}): dump it again, or leave the file out") from None
-
-
-def _number(value: Any, default: int = 0) -> int:
-    """An integer, also where it was written as text; `default` where there is none."""
-    if type(value) is int:
-        return value
-    if isinstance(value, str) and len(value) < 20 and re.fullmatch(r"-?[0-9]+", value):
-        return int(value)
-    return default
-
-
-def _text(value: Any) -> str:
-    """Text that is safe to print, cut."""
-    if not isinstance(value, str):
-        return ""
-    return "".join(sign if sign.isprintable() else "?" for sign in value[:200])
-
-
-def _groups(config: Any) -> dict[tuple[str, str], tuple[int, ...]]:
-    found: dict[tuple[str, str], tuple[int, ...]] = {}
-    for key, each in config.items() if isinstance(config, dict) else ():
-        if isinstance(each, dict):
-            members = each.get("ranks")
-            listed = members if isinstance(members, str) else json.dumps(members) if isinstance(members, list) else ""
-            numbers = sorted({int(n) for n in re.findall(r"\d{1,9}", listed[: 10 * MEMBERS])})
-            name = _text(each.get("name")) or _text(key)
-            # A list that is cut short ("0, 1, ...") names no members.
-            found[name, _desc(each.get("desc"))] = () if "..." in listed else tuple(numbers)
-    return found
-
-
-def _desc(value: Any) -> str:
-    text = _text(value)
-    return "" if text == "undefined" else text
 
 
 def _status(status: Any) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     for key, each in status.items() if isinstance(status, dict) else ():
-        if isinstance(each, dict) and (number := _number(key, -1)) >= 0:
+        if isinstance(each, dict) and (at := number(key, -1)) >= 0:
             enqueued, completed = each.get("last_enqueued_collective"), each.get("last_completed_collective")
-            found[number] = (_number(enqueued, -1), _number(completed, -1))
+            found[at] = (number(enqueued, -1), number(completed, -1))
     return found
-
-
-def _entry(raw: Any) -> Entry:
-    """An entry. Raises KeyError, TypeError or ValueError where it lacks what tells calls apart."""
-    backend, colon, operation = str(raw["profiling_name"]).partition(":")
-    if not colon:
-        backend, operation = "", backend
-    group = raw["process_group"]
-    if not isinstance(group, (list, tuple)) or not 1 <= len(group) <= 2:
-        raise TypeError("process_group is not a name and a description")
-    name, desc = _text(group[0]), _desc(group[1] if len(group) > 1 else "")
-    ends: tuple[int, int] | None = None
-    if found := re.fullmatch(r"(send|recv) (\d{1,9})(->|<-)(\d{1,9})", operation):
-        operation, one, other = found[1], int(found[2]), int(found[4])
-        ends = (one, other) if operation == "send" else (other, one)
-    operation = NAMES.get(_text(operation), _text(operation))
-    transfer = ends is not None or raw.get("is_p2p") is True
-    seq = _number(raw["p2p_seq_id" if transfer else "collective_seq_id"], -1)
-    if seq < 0:
-        raise ValueError("no sequence number")
-    state = raw["state"]
-    if state not in ("scheduled", "started", "completed"):
-        raise ValueError(f"state {str(state)[:20]}")
-    done = state == "completed" or (raw.get("retired") is True and backend == "gloo")
-    times = [_number(raw.get(f"time_{each}_ns")) for each in ("created", "discovered_started", "discovered_completed")]
-    return Entry(
-        _number(raw["record_id"]), pg if (pg := _number(raw.get("pg_id"), -1)) >= 0 else None, (name, desc), seq,
-        _text(backend), operation, ends, transfer, _elements(raw.get("input_sizes")),
-        _elements(raw.get("output_sizes")), _dtype(operation, raw), done, times[0], max(times),
-        _site(raw.get("frames")),
-    )  # fmt: skip
-
-
-def _elements(shapes: Any) -> tuple[int, ...] | None:
-    """Elements of each tensor. The shape itself does not matter to a collective."""
-    if not isinstance(shapes, list) or len(shapes) > MEMBERS:
-        return None
-    found = []
-    for shape in shapes:
-        if not isinstance(shape, list) or len(shape) > 64:
-            return None
-        sides = [_number(side, -1) for side in shape]
-        if any(not 0 <= side < 1 << 48 for side in sides):
-            return None
-        found.append(prod(sides))
-    return tuple(found)
-
-
-def _dtype(operation: str, raw: dict[str, Any]) -> str | None:
-    """Element types: of the inputs, and of the outputs where they are others."""
-    sides = []
-    for key in ("input_dtypes", "output_dtypes"):
-        value = raw.get(key)
-        names = {_text(each) for each in value} if isinstance(value, list) else {_text(value)}
-        sides.append("+".join(sorted(names - {""})))
-    if operation in NO_OUTPUT:
-        return sides[0] or sides[1] or None
-    into = f" into {sides[1]}" if sides[1] and sides[1] != sides[0] else ""
-    return f"{sides[0]}{into}" if sides[0] else None
-
-
-def _site(frames: Any) -> Site | None:
-    """The innermost frame outside of torch, else the innermost."""
-    first: Site | None = None
-    for frame in frames[:128] if isinstance(frames, list) else ():
-        if not isinstance(frame, dict) or not (file := _text(frame.get("filename"))):
-            continue
-        site = Site(file, _number(frame.get("line")), _text(frame.get("name")))
-        if not re.search(r"(^|/)torch/", file):
-            return site
-        first = first or site
-    return first
 
 
 class FlightRecorder:
@@ -286,9 +306,28 @@ class FlightRecorder:
 
     def read_all(self, paths: Sequence[Path]) -> Found:
         """All dumps of a job together: ranks, membership and the numbers of transfers need more than one."""
-        from verify.readers.dumps import together
+        return self.read_sparing(paths, (), [])
 
-        return together([decode(path) for path in paths])
+    def read_sparing(self, paths: Sequence[Path], spare: Collection[Path], damaged: list[str]) -> Found:
+        """The same without the damaged ones of `spare`, with a line for each in `damaged`, if others are left."""
+        from verify.readers.dumps import together
+        from verify.readers.workers import decode_all
+
+        whole: list[Dump] = []
+        lines: list[str] = []
+        first: Damaged | None = None
+        for path, found in zip(paths, decode_all(paths), strict=True):
+            if not isinstance(found, Damaged):
+                whole.append(found)
+                continue
+            if path not in spare:
+                raise found
+            first = first or found
+            lines.append(str(found))
+        if first is not None and not whole:
+            raise first
+        damaged += lines
+        return together(whole)
 
 
 READER = FlightRecorder()

@@ -19,6 +19,8 @@ LONGEST = 1 << 16
 """Bytes of a line that are looked at; the rest of a longer one is passed over."""
 MOST = 200_000
 """Lines that a reader keeps of one file: far more than any job writes of a hang, and little enough to hold."""
+SEATS = 1 << 19
+"""Members of all communicators together that are looked at: far more than any job has, and little enough to hold."""
 BIGGEST = 1 << 26
 """Bytes of a file that has to be read whole (JSON)."""
 

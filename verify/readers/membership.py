@@ -11,22 +11,16 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from verify import words
+from verify.readers.calls import Group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-Name = tuple[str, str]
-"""Name and description of a group."""
+    from verify.readers.calls import Name
+
 Members = tuple[int, ...]
 Views = dict[Members, list[int]]
 """A list of members -> the ranks whose dumps hold it."""
-
-
-class Group(NamedTuple):
-    """A group as one rank knows it."""
-
-    name: Name
-    members: Members
 
 
 class Membership(NamedTuple):
@@ -69,6 +63,7 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
     found: dict[tuple[int, Name], Group] = {}
     outside: set[tuple[int, Name]] = set()
     guessed: set[Name] = set()
+    same: dict[Members, Members] = {}
     for rank, groups in listed.items():
         for name in dict.fromkeys([*groups, *called.get(rank, ())]):
             members = settled.get((rank, name)) or groups.get(name) or ()
@@ -83,7 +78,8 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
                 guessed.add(name)
             if members and rank not in members:
                 outside.add((rank, name))
-            found[rank, name] = Group(name, members)
+            # One object for equal lists: comparing those of thousands of ranks takes long.
+            found[rank, name] = Group(name, same.setdefault(members, members))
     if guessed:
         labels = sorted(desc or name for name, desc in guessed)
         unknown.append(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, distinct, file_lines, holds, named, rank_in, unusable
+from verify.readers.lines import MOST, SEATS, distinct, file_lines, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,7 +176,7 @@ class _Log:
         if self.taken == len(self.lines):
             events += [nothing_open(self.ranks[process]) for process in sorted(silent & self.ranks.keys())]
         present = frozenset(event.rank for event in events) | unseen
-        expected = present | frozenset(range(world)) if world <= 1 << 20 else present
+        expected = present | frozenset(range(world)) if world <= 1 << 18 else present
         # What a rank called where nobody knows who else has to come, it may wait in.
         waits = [Event(rank, Kind.WAIT, streams=(UNSEEN,), confidence=Confidence.INFERRED) for rank in sorted(unseen)]
         finished = [*finish(_grouped(events)), *waits]
@@ -205,9 +205,12 @@ class _Log:
         by_id: dict[tuple[str, int], dict[int, tuple[_Process, str]]] = defaultdict(dict)
         for where, (rank, size, ident) in self.inside.items():
             by_id[ident, size][rank] = where
+        room = SEATS
         for (ident, size), seats in by_id.items():
+            if (room := room - size) < 0:
+                break
             ranks = {seat: self.ranks.get(where[0]) for seat, where in seats.items()}
-            if size == world <= 1 << 20:
+            if size == world <= 1 << 18:
                 ranks = {seat: ranks.get(seat, seat) for seat in range(size)}
             members = tuple(one for _, one in sorted(ranks.items()) if one is not None)
             if len(members) == size and len(set(members)) == size:
@@ -222,9 +225,11 @@ class _Log:
                     nth[size, seen[size]].append((process, pointer))
                 seen[size] += 1
         for (size, number), places in nth.items():
+            if (room := room - size) < 0:
+                break
             ranks_ = sorted({self.ranks[process] for process, _ in places})
             members = tuple(ranks_) if len(ranks_) == size else ()
-            if size == world and len(ranks_) <= size <= 1 << 20 and ranks_[-1] < size:
+            if size == world and len(ranks_) <= size <= 1 << 18 and ranks_[-1] < size:
                 members = tuple(range(size))
             if members:
                 found |= dict.fromkeys(places, Communicator(members, f"communicator {number + 1} of {size} ranks"))

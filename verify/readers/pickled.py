@@ -12,24 +12,32 @@ import pickle
 import re
 from typing import Any, ClassVar, Final, NoReturn
 
+from verify.readers.plain_json import FREE, SHARE, boxes
+
 UNSAFE: Final = {
     0x63: "GLOBAL", 0x52: "REDUCE", 0x62: "BUILD", 0x69: "INST", 0x6F: "OBJ", 0x81: "NEWOBJ", 0x92: "NEWOBJ_EX",
     0x93: "STACK_GLOBAL", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x50: "PERSID", 0x51: "BINPERSID",
 }  # fmt: skip
 """Opcodes by which a pickle names a class, calls it, or reaches outside."""
 
-FIXED: Final = re.compile(
-    rb"(?:\x80[\x02-\x05]|\x95.{8}|[}\])(etuasN\x88\x89\x85\x86\x87\x94]|K.|M..|J.{4}|G.{8}|q.|h.|j.{4}"
-    rb"|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))*+",
-    re.DOTALL,
+FIXED: Final = (
+    rb"(?:[hqK].|r..[\x00-%c]\x00|[}\])(etuasN\x88\x89\x85\x86\x87\x94]|[jJ]....|\x8a\x08........|M.."
+    rb"|\x80[\x02-\x05]|\x95.{8}|G.{8}"
+    rb"|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x09.{9}))*+"
 )
-"""A run of opcodes of known length: marks, containers, small numbers, floats, places in the memo."""
+"""A run of opcodes of known length: marks, containers, small numbers, floats, places in the memo; the usual ones first.
+
+`%c` stands for the third byte of the largest place in the memo that the size of the file explains.
+"""
 
 TEXT: Final = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4}
 """Opcodes of text and bytes: how many bytes their length takes."""
 
-MOST_TUPLES: Final = 20_000
-"""Beyond it tuples could be nested so deep that the C code that hashes them runs out of stack."""
+MOST_TUPLES: Final = 50_000
+"""Beyond twice that, tuples could be nested so deep that the C code that hashes them runs out of stack (8 MiB)."""
+
+
+BUFFER: Final = 1 << 17
 
 
 class UnsafePickle(ValueError):
@@ -44,8 +52,11 @@ class _Unpickler(pickle.Unpickler):
 def check(data: bytes) -> None:
     """Raise UnsafePickle for what may not be loaded, and ValueError for what is no pickle of protocol 2 or later."""
     at, end = 0, len(data)
+    # A power of two, so that there are few patterns: `re` keeps those that it compiled.
+    third = b"\\x%02x" % min(255, (1 << (end >> 16).bit_length()) - 1)
+    fixed = re.compile(FIXED.replace(b"%c", third), re.DOTALL)
     while True:
-        if at < end and (found := FIXED.match(data, at)) is not None:
+        if at < end and (found := fixed.match(data, at)) is not None:
             at = found.end()
         if at >= end:
             raise ValueError("it ends too early")
@@ -91,10 +102,13 @@ class _Careful(pickle._Unpickler):
 def load(data: bytes) -> Any:
     """What a pickle holds: dicts, lists, tuples, text, numbers, None. Raises UnsafePickle, or ValueError if damaged."""
     check(data)
-    tuples = sum(data.count(code) for code in (b"t", b"\x85", b"\x86", b"\x87"))
+    if boxes(data, b"]}t\x85\x86\x87") > FREE + len(data) // SHARE:
+        raise UnsafePickle("it is little but empty lists, which take more memory than its size explains")
+    tuples = boxes(data, b"t\x85\x86\x87")
     kind = _Unpickler if tuples <= MOST_TUPLES else _Careful
     try:
-        return kind(io.BytesIO(data)).load()
+        # Through a buffer, which can be looked into: without it the C code asks for every opcode by a call.
+        return kind(io.BufferedReader(io.BytesIO(data), BUFFER)).load()
     except UnsafePickle:
         raise
     except (

@@ -8,21 +8,21 @@ site. Ranks are those inside a communicator; the largest one tells the global ra
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers import plain_json
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, unusable, whole_file
+from verify.readers.lines import MOST, SEATS, file_lines, holds, unusable, whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 WHAT: Final = "RAS answer"
 DO: Final = "give what `ncclras -v` or `ncclras -f json` printed"
-BIGGEST_COMM: Final = 1 << 20
+BIGGEST_COMM: Final = 1 << 18
 OPERATIONS: Final = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
@@ -75,8 +75,8 @@ READER = RasReader()
 
 def _from_json(path: Path) -> tuple[list[_Comm], list[str]]:
     try:
-        answer = json.loads(whole_file(WHAT, path))
-    except (ValueError, RecursionError) as error:
+        answer = plain_json.load(whole_file(WHAT, path))
+    except ValueError as error:
         raise unusable(WHAT, path, f"damaged JSON ({error})", DO) from None
     listed = answer.get("communicators") if isinstance(answer, dict) else None
     if not isinstance(listed, list):
@@ -180,8 +180,12 @@ def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
     global_of = {name: rank for rank, name in world.names.items()}
     events: list[Event] = []
     present: set[int] = set()
-    equal = 0
+    equal = seats = 0
     for comm in comms:
+        seats += comm.size
+        if seats > SEATS:
+            unknown.append(f"{source}: communicator {comm.name} and those after it: more members than are looked at")
+            break
         ranks = {seat: seat for seat in range(comm.size)}
         if comm is not world and comm.size < world.size:
             ranks = {seat: global_of[name] for seat, name in comm.names.items() if name in global_of}

@@ -13,12 +13,12 @@ the coordinates in its title where those say it, from its command line (`--rank 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from verify.events import Site
+from verify.readers import plain_json
 from verify.readers.found import Found, Stack
 from verify.readers.lines import MOST, file_lines, holds, rank_in, rank_of_file, unusable, whole_file
 
@@ -95,8 +95,8 @@ def found(source: str, stacks: list[Stack]) -> Found:
 def from_json(data: bytes | str, path: Path, rank: int | None = None) -> list[Stack]:
     """The threads of `py-spy dump --json`. rank: of its process, where known. Raises UsageError."""
     try:
-        threads = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        threads = plain_json.load(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
+    except ValueError as error:
         raise unusable(WHAT, path, f"damaged JSON ({error})", DO) from None
     if isinstance(threads, dict):
         threads = [threads]

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 WHAT: Final = "log"
 DEFAULT: Final = "default_pg"
+LOOKED: Final = 20_000
+"""Calls of all members of a group together that are looked at, the first ones."""
 UNNAMED: Final = ("", "a group that the log does not name")
 NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
 TRACEBACK: Final = b"Traceback (most recent call last)"
@@ -239,10 +241,12 @@ class _Lines:
         for enqueued, completed in group.status.values():
             if enqueued > completed >= 0:
                 operations.setdefault(completed + 1, ("", None))
+        # Of a group that is stuck few calls are told; a product of many with many ranks is no log of a job.
+        first = sorted(operations.items())[: max(1, LOOKED // max(1, len(members)))]
         events = []
         for rank in sorted(members):
             enqueued, completed = group.status.get(rank, (-1, -1))
-            for seq, (operation, _) in sorted(operations.items()):
+            for seq, (operation, _) in first:
                 own = group.timeouts.get((rank, seq))
                 if own is None and enqueued < seq:
                     # A rank whose lines do not speak of the group may have lost them: only the others are known.
