@@ -57,7 +57,7 @@ class Call:
     dtype: str | None
     done: bool
     site: Site | None
-    odd: str = ""
+    odd: str | None = None
 
     @property
     def marker(self) -> bool:
@@ -181,13 +181,13 @@ def call_of(raw: dict[str, Any], site: Site | None) -> Call:
         operation, one, other = found[1], int(found[2]), int(found[4])
         ends = (one, other) if operation == "send" else (other, one)
     operation = NAMES.get(text(operation), text(operation))
-    odd = operation if _damaged(operation) else ""
+    odd = operation if _damaged(operation) else None
     state = raw["state"]
     if state not in ("scheduled", "started", "completed"):
         raise ValueError(f"state {state[:20] if isinstance(state, str) else type(state).__name__}")
     done = state == "completed" or (raw.get("retired") is True and backend == "gloo")
     return Call(
-        (text(group[0]), description(group[1] if len(group) > 1 else "")), text(backend), "" if odd else operation,
+        (text(group[0]), description(group[1] if len(group) > 1 else "")), text(backend), operation if odd is None else "",
         ends, ends is not None or raw.get("is_p2p") is True, _elements(raw.get("input_sizes")),
         _elements(raw.get("output_sizes")), _dtype(operation, raw), done, site, odd,
     )  # fmt: skip

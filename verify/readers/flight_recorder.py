@@ -121,7 +121,7 @@ class Decoder:
                 path, rank if type(rank) is int and 0 <= rank < LATEST else None,
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, len(raw), entries.moved_ns,
-                entries.whole, tuple(dict.fromkeys(call.odd for call in set(entries.calls) if call.odd)), mark,
+                entries.whole, tuple({call.odd for call in set(entries.calls) if call.odd is not None}), mark,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
