@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,22 +36,25 @@ def follow(theirs: Repository, block: Block) -> None:
     program, *arguments = shlex.split(command.removeprefix("$ "))
     assert program == "turnstile"
     ran = theirs.run("-m", "turnstile", *arguments, timeout=400)
+    printed = ran.stderr if "standard error" in block.info else ran.stdout
     code = int(found[1]) if (found := re.search(r"exit (\d)", block.info)) else 0
     assert ran.returncode == code, f"line {block.line}: {command}: {ran.stderr}"
     if "not compared" not in block.info:
-        assert matches(told, ran.stdout), f"line {block.line}: {command} prints\n{ran.stdout}{ran.stderr}"
-        assert "[...]" in told or told == ran.stdout, f"line {block.line}: broken otherwise"
+        assert matches(told, printed), f"line {block.line}: {command} prints\n{ran.stdout}{ran.stderr}"
+        assert "[...]" in told or told == printed, f"line {block.line}: broken otherwise"
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Repository:
     """A clone, as far as the page's examples go."""
     found = Repository(tmp_path)
-    (found.folder / "tests").symlink_to(HOUSE / "tests")
+    for name in ("tests", "examples"):
+        (found.folder / name).symlink_to(HOUSE / name)
     return found
 
 
-QUICK = [block for block in BLOCKS if block.kind == "console" and not block.slow]
+LIVE = [block for block in BLOCKS if "live:" in block.info]
+QUICK = [block for block in BLOCKS if block.kind == "console" and not block.slow and block not in LIVE]
 
 
 @pytest.mark.parametrize("block", QUICK, ids=lambda block: f"line {block.line}")
@@ -61,10 +70,44 @@ def test_the_commands_about_a_run(theirs: Repository) -> None:
             follow(theirs, block)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("block", LIVE, ids=lambda block: f"line {block.line}")
+def test_a_command_about_a_program_that_hangs(block: Block, theirs: Repository) -> None:
+    pytest.importorskip("torch")
+    script = block.info.rpartition("live: ")[2]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "stuck"]
+    job = subprocess.Popen(
+        [sys.executable, *command], cwd=theirs.folder, env={**os.environ, "PYTHONPATH": str(HOUSE)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 200
+        while theirs.run("-m", "turnstile", "hang", "stuck", timeout=100).returncode != 1:
+            assert time.monotonic() < end, "it never hung"
+            assert job.poll() is None, "it ended"
+            time.sleep(0.5)
+        follow(theirs, block)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGTERM)
+        try:
+            job.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def test_the_program_of_the_page_is_the_example() -> None:
+    (snippet,) = [block.text for block in BLOCKS if block.kind == "python"]
+    script = (HOUSE / "examples" / "stuck" / "early_return.py").read_text()
+    assert all(line.strip() in script for line in snippet.splitlines())
+
+
 def test_every_block_is_run_or_says_why_not() -> None:
     assert len(QUICK) >= 9
     for block in BLOCKS:
-        assert block.kind == "console" or block.info.startswith("not run: "), f"line {block.line}"
+        told = block.kind in ("console", "python") or block.info.startswith("not run: ")
+        assert told, f"line {block.line}"
 
 
 def test_the_tables_are_those_of_the_program() -> None:
