@@ -187,8 +187,9 @@ def call_of(raw: dict[str, Any], site: Site | None) -> Call:
         raise ValueError(f"state {state[:20] if isinstance(state, str) else type(state).__name__}")
     done = state == "completed" or (raw.get("retired") is True and backend == "gloo")
     return Call(
-        (text(group[0]), description(group[1] if len(group) > 1 else "")), text(backend), operation if odd is None else "",
-        ends, ends is not None or raw.get("is_p2p") is True, _elements(raw.get("input_sizes")),
+        (text(group[0]), description(group[1] if len(group) > 1 else "")), text(backend),
+        operation if odd is None else "", ends, ends is not None or raw.get("is_p2p") is True,
+        _elements(raw.get("input_sizes")),
         _elements(raw.get("output_sizes")), _dtype(operation, raw), done, site, odd,
     )  # fmt: skip
 
