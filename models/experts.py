@@ -12,8 +12,9 @@ torch's grouped product of other types reads the group ends back and waits for t
 
 from __future__ import annotations
 
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 DENSE_FLOPS: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float32: 12e6, torch.bfloat16: 1e6})
 """Below this much arithmetic dense was faster (one core of an EPYC 7003, torch 2.13, 8 to 64 experts)."""
+TILE_FLOPS: Final = 40e6
+"""The same in bfloat16 for each local expert, where the processor multiplies tiles (AMX): a product of a few rows costs
+there what it costs to begin it (one core of a Xeon of 2024, torch 2.13, 8 to 64 experts)."""
+CACHED_BYTES: Final = 1 << 21
+"""Where it multiplies tiles, weights up to which dense is used for any number of rows. Beyond it, dense would read more
+than the rows chose, until they choose half of all."""
 DENSE_ROWS: Final = 128
 """On a CUDA device, rows up to which dense is used in bfloat16 (an estimate: at 128 rows an H200's matmul peak takes as
 long for the surplus arithmetic of 64 experts as its memory for their weights)."""
@@ -41,6 +48,13 @@ class Mixture(Protocol):
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
+
+
+@cache
+def tiles(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies tiles of `dtype`."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return dtype is torch.bfloat16 and bool(capabilities.get("amx_bf16"))
 
 
 def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -105,6 +119,8 @@ class Experts:
         # grouped_mm wants strides of whole 16-byte units.
         groupable = all(n * up.element_size() % 16 == 0 for n in (2 * self._columns, hidden, self._columns))
         self._dense_flops = DENSE_FLOPS.get(up.dtype, 0.0) if groupable else float("inf")
+        self._tiles = groupable and tiles(up.dtype)
+        self._cached = 3 * down.numel() * down.element_size() <= CACHED_BYTES
         self._cuda, self._fused = up.device.type == "cuda", fuses(up.device, up.dtype)
         self._permutes = groupable and up.dtype is torch.bfloat16
         self._bounds = torch.arange(self._experts, dtype=torch.int16, device=up.device)
@@ -118,9 +134,15 @@ class Experts:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
         if self._cuda:
             return self._on_cuda(x, weights, chosen)
-        if self._row_flops * x.shape[0] <= self._dense_flops:
-            return self.dense(x, weights, chosen)
-        return self.grouped(x, weights, chosen)
+        return (self.dense if self.prefers_dense(*chosen.shape) else self.grouped)(x, weights, chosen)
+
+    def prefers_dense(self, rows: int, k: int) -> bool:
+        """Whether dense is the faster way for so many rows, each of which chose k experts, on this processor."""
+        flops = self._row_flops * rows
+        if not self._tiles:
+            return flops <= self._dense_flops
+        reached = self._cached or 2 * rows * k >= self._total
+        return reached and flops <= TILE_FLOPS * self._experts
 
     def dense(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """By two matrix products over all local experts."""
