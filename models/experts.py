@@ -12,15 +12,15 @@ torch's grouped product of other types reads the group ends back and waits for t
 
 from __future__ import annotations
 
-from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.fused import fuses, gated
+from models.products import Plain, product, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,13 +48,6 @@ class Mixture(Protocol):
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
-
-
-@cache
-def tiles(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies tiles of `dtype`."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return dtype is torch.bfloat16 and bool(capabilities.get("amx_bf16"))
 
 
 def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -114,21 +107,23 @@ class Experts:
         self._first, self._total = first, total
         self._experts, self._columns, hidden = down.shape
         self._up, self._down = up.transpose(1, 2), down
-        self._flat_up, self._flat_down = up.flatten(0, 1).t(), down.flatten(0, 1)
         self._row_flops = 6.0 * down.numel()
         # grouped_mm wants strides of whole 16-byte units.
         groupable = all(n * up.element_size() % 16 == 0 for n in (2 * self._columns, hidden, self._columns))
         self._dense_flops = DENSE_FLOPS.get(up.dtype, 0.0) if groupable else float("inf")
         self._tiles = groupable and tiles(up.dtype)
         self._cached = 3 * down.numel() * down.element_size() <= CACHED_BYTES
+        # Where both ways are taken, a packed copy beside the plain one costs memory: small models have it to spare.
+        made = product if self._tiles and self._cached else Plain
+        self._up_of, self._down_of = made(up.flatten(0, 1).t()), made(down.flatten(0, 1))
         self._cuda, self._fused = up.device.type == "cuda", fuses(up.device, up.dtype)
         self._permutes = groupable and up.dtype is torch.bfloat16
         self._bounds = torch.arange(self._experts, dtype=torch.int16, device=up.device)
 
     def plain(self, x: Tensor) -> Tensor:
         """The only expert, of every row with weight 1: a gated MLP. [n, hidden] -> [n, hidden]."""
-        gate, value = torch.mm(x, self._flat_up).chunk(2, dim=-1)
-        return torch.mm(F.silu(gate).mul_(value), self._flat_down)
+        gate, value = self._up_of(x).chunk(2, dim=-1)
+        return self._down_of(F.silu(gate).mul_(value))
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
@@ -150,13 +145,13 @@ class Experts:
         share = x.new_zeros((rows, self._total)).scatter_(1, chosen, weights)
         if experts != self._total:
             share = share[:, self._first : self._first + experts]
-        both = torch.mm(x, self._flat_up)
+        both = self._up_of(x)
         if self._fused:
             inner = gated(both.view(rows * experts, 2 * columns), share.reshape(-1), True)
-            return torch.mm(inner.view(rows, experts * columns), self._flat_down)
+            return self._down_of(inner.view(rows, experts * columns))
         gate, value = both.view(rows, experts, 2, columns).unbind(2)
         inner = F.silu(gate).mul_(value).mul_(share.unsqueeze(-1))
-        return torch.mm(inner.view(rows, experts * columns), self._flat_down)
+        return self._down_of(inner.view(rows, experts * columns))
 
     def grouped(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """By one product for each expert, over the rows that chose it."""
