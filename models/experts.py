@@ -20,12 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.fused import fuses, gated
+from models.products import Plain, product, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DENSE_FLOPS: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float32: 12e6, torch.bfloat16: 1e6})
 """Below this much arithmetic dense was faster (one core of an EPYC 7003, torch 2.13, 8 to 64 experts)."""
+TILE_FLOPS: Final = 40e6
+"""The same in bfloat16 for each local expert, where the processor multiplies tiles (AMX): a product of a few rows costs
+there what it costs to begin it (one core of a Xeon of 2024, torch 2.13, 8 to 64 experts)."""
+CACHED_BYTES: Final = 1 << 21
+"""Where it multiplies tiles, weights up to which dense is used for any number of rows. Beyond it, dense would read more
+than the rows chose, until they choose half of all."""
 DENSE_ROWS: Final = 128
 """On a CUDA device, rows up to which dense is used in bfloat16 (an estimate: at 128 rows an H200's matmul peak takes as
 long for the surplus arithmetic of 64 experts as its memory for their weights)."""
@@ -100,27 +107,37 @@ class Experts:
         self._first, self._total = first, total
         self._experts, self._columns, hidden = down.shape
         self._up, self._down = up.transpose(1, 2), down
-        self._flat_up, self._flat_down = up.flatten(0, 1).t(), down.flatten(0, 1)
         self._row_flops = 6.0 * down.numel()
         # grouped_mm wants strides of whole 16-byte units.
         groupable = all(n * up.element_size() % 16 == 0 for n in (2 * self._columns, hidden, self._columns))
         self._dense_flops = DENSE_FLOPS.get(up.dtype, 0.0) if groupable else float("inf")
+        self._tiles = groupable and tiles(up.dtype)
+        self._cached = 3 * down.numel() * down.element_size() <= CACHED_BYTES
+        # Where both ways are taken, a packed copy beside the plain one costs memory: small models have it to spare.
+        made = product if self._tiles and self._cached else Plain
+        self._up_of, self._down_of = made(up.flatten(0, 1).t()), made(down.flatten(0, 1))
         self._cuda, self._fused = up.device.type == "cuda", fuses(up.device, up.dtype)
         self._permutes = groupable and up.dtype is torch.bfloat16
         self._bounds = torch.arange(self._experts, dtype=torch.int16, device=up.device)
 
     def plain(self, x: Tensor) -> Tensor:
         """The only expert, of every row with weight 1: a gated MLP. [n, hidden] -> [n, hidden]."""
-        gate, value = torch.mm(x, self._flat_up).chunk(2, dim=-1)
-        return torch.mm(F.silu(gate).mul_(value), self._flat_down)
+        gate, value = self._up_of(x).chunk(2, dim=-1)
+        return self._down_of(F.silu(gate).mul_(value))
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
         if self._cuda:
             return self._on_cuda(x, weights, chosen)
-        if self._row_flops * x.shape[0] <= self._dense_flops:
-            return self.dense(x, weights, chosen)
-        return self.grouped(x, weights, chosen)
+        return (self.dense if self.prefers_dense(*chosen.shape) else self.grouped)(x, weights, chosen)
+
+    def prefers_dense(self, rows: int, k: int) -> bool:
+        """Whether dense is the faster way for so many rows, each of which chose k experts, on this processor."""
+        flops = self._row_flops * rows
+        if not self._tiles:
+            return flops <= self._dense_flops
+        reached = self._cached or 2 * rows * k >= self._total
+        return reached and flops <= TILE_FLOPS * self._experts
 
     def dense(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """By two matrix products over all local experts."""
@@ -128,13 +145,13 @@ class Experts:
         share = x.new_zeros((rows, self._total)).scatter_(1, chosen, weights)
         if experts != self._total:
             share = share[:, self._first : self._first + experts]
-        both = torch.mm(x, self._flat_up)
+        both = self._up_of(x)
         if self._fused:
             inner = gated(both.view(rows * experts, 2 * columns), share.reshape(-1), True)
-            return torch.mm(inner.view(rows, experts * columns), self._flat_down)
+            return self._down_of(inner.view(rows, experts * columns))
         gate, value = both.view(rows, experts, 2, columns).unbind(2)
         inner = F.silu(gate).mul_(value).mul_(share.unsqueeze(-1))
-        return torch.mm(inner.view(rows, experts * columns), self._flat_down)
+        return self._down_of(inner.view(rows, experts * columns))
 
     def grouped(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """By one product for each expert, over the rows that chose it."""

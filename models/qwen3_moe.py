@@ -21,6 +21,7 @@ from models.experts_fp8 import Fp8Experts, check_fp8, quantised
 from models.fused import parts
 from models.inputs import HostSource
 from models.layers import Rotary, embed
+from models.products import product
 from models.qwen3_moe_weights import Weights, read_weights
 from models.shards import dtype_name, shard
 
@@ -114,6 +115,9 @@ class Qwen3Moe:
             self._parts.heads(index, layer.attention.norm) for index, layer in enumerate(weights.layers)
         )
         self._norm = self._parts.norm(weights.norm)
+        attention = [layer.attention for layer in weights.layers]
+        self._products = tuple((product(each.qkv, each.qkv_bias), product(each.out)) for each in attention)
+        self._head = product(weights.head)
         experts: list[Mixture] = []
         for index, layer in enumerate(weights.layers):
             part = layer.experts
@@ -143,23 +147,21 @@ class Qwen3Moe:
             mixed = self._mixture(index, full)
             await step.inner(index)
             hidden = residual + step.scatter(index, mixed)
-        logits: Tensor = step.head(torch.mm(self._norm(inputs.pick(hidden)), self.weights.head))
+        logits: Tensor = step.head(self._head(self._norm(inputs.pick(hidden))))
         return logits[:, : self.config.vocab_size]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _attention(self, index: int, hidden: Tensor, angles: Angles, inputs: Inputs) -> Tensor:
         """This rank's heads' part of a layer's attention, the leader's with the residual: [n, hidden] twice."""
-        weights, q, k = self.weights.layers[index].attention, self._q, self._k
-        x = self._norms[index][0](hidden)
-        qkv = torch.mm(x, weights.qkv) if weights.qkv_bias is None else torch.addmm(weights.qkv_bias, x, weights.qkv)
-        heads = qkv.view(inputs.tokens, q + 2 * k, self.config.head_dim)
+        q, k, (qkv, project) = self._q, self._k, self._products[index]
+        heads = qkv(self._norms[index][0](hidden)).view(inputs.tokens, q + 2 * k, self.config.head_dim)
         self._heads[index](heads, angles, inputs.cells)
         attended = inputs.attend(index, heads[:, :q], heads[:, q:])
         if not self._leader:
-            return torch.mm(attended, weights.out)
-        out = torch.addmm(hidden, attended, weights.out)
-        return out if weights.out_bias is None else out.add_(weights.out_bias)
+            return project(attended)
+        out, bias = project.onto(attended, hidden), self.weights.layers[index].attention.out_bias
+        return out if bias is None else out.add_(bias)
 
     def _mixture(self, index: int, full: Tensor) -> Tensor:
         """This rank's experts' and columns' part: [full, hidden] -> [full, hidden]."""

@@ -130,6 +130,21 @@ def test_experts_choose_by_size_and_alignment(monkeypatch: pytest.MonkeyPatch) -
     assert ways == ["dense", "grouped", "dense", "dense"]
 
 
+@pytest.mark.parametrize(("rows", "experts_", "width", "expected"), [
+    (1, 8, 128, True), (200, 8, 128, True), (4096, 8, 128, False),
+    (1, 64, 128, False), (8, 64, 128, True), (64, 64, 128, True), (512, 64, 128, False),
+])  # fmt: skip
+def test_where_tiles_are_multiplied_few_rows_are_dense(
+    rows: int, experts_: int, width: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which way was faster, as measured on such a processor."""
+    monkeypatch.setattr(experts, "tiles", lambda dtype: True)
+    up, down = (torch.zeros(experts_, *shape, dtype=torch.bfloat16) for shape in ((2 * width, 256), (width, 256)))
+    assert experts.Experts(up, down, 0, experts_).prefers_dense(rows, 8 if experts_ == 64 else 2) is expected
+    monkeypatch.setattr(experts, "tiles", lambda dtype: False)
+    assert not experts.Experts(up, down, 0, experts_).prefers_dense(rows + 8, 2)
+
+
 def test_mlp_is_a_gated_mlp() -> None:
     x, up, down = noise(3, 8), noise(12, 8, seed=1), noise(6, 8, seed=2)
     expected = (F.silu(x @ up[:6].t()) * (x @ up[6:].t())) @ down
