@@ -20,8 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models.tiny import write_checkpoint
 from peers.engines.install import PEERS, Unavailable, python_of
+
+from models.tiny import write_checkpoint
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "peers" / "engines"

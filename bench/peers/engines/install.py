@@ -24,7 +24,7 @@ LLAMA = "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -D
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine. packages: what pip installs. dropped: what it then removes. script: run after that. modes: of run_*.py."""
+    """An engine. packages: for pip. dropped: what it then removes. script: run after that. modes: those of run_*.py."""
 
     name: str
     version: str
