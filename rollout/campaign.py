@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from kernel.errors import TurnstileError, UsageError
+from kernel.errors import HangFound, TurnstileError, UsageError
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from models.config import read_config
@@ -22,6 +24,7 @@ from rollout import campaign_report, gpus, report_files, resume, trace
 from rollout.args import TINY, Options, parse
 from rollout.progress import Progress
 from rollout.replay import Sink, replay
+from rollout.stall import Stalled
 from rollout.trace_shape import Shape
 from rollout.watch import Watch
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from verify.intervals import Interval
 
 WARM_UP: Final = "warm-up"
-"""Folder of the warm-up's record, which is made for the live check and taken away when the warm-up has ended well."""
+"""Folder of the warm-up's record, which is taken away when the warm-up has ended well."""
 WARM_UP_TOKENS: Final = 8
 TINY_LAYERS: Final = 4
 MOST_EVENTS: Final = 1 << 18
@@ -115,19 +118,45 @@ def execute(campaign: Campaign, source: Trace) -> int:
         raise KeyboardInterrupt(
             f"interrupted: {done} of {asked * len(campaign.runs)} turns are done and kept in {out}"
         ) from None
+    except Stalled as error:
+        raise _stalled(out, error) from None
     except UsageError:
         status = "failed" if campaign.options.resume or any(run.rows for run in campaign.runs) else "unusable"
         raise
     finally:
         if status == "unusable":
-            for name in ("run.json", "requests.jsonl"):
-                (out / name).unlink(missing_ok=True)
+            _clear(campaign)
         else:
             measured = campaign_report.measure(campaign, records=status == "complete")
             report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
             report_files.write_json(out / "run.json", {**about, "status": status})
     campaign_report.draw(campaign)
     return campaign_report.show(campaign, measured)
+
+
+def _stalled(out: Path, error: Stalled) -> HangFound:
+    """Show and keep the report about a run without progress; the line that it ends with."""
+    print(error.report, file=sys.stderr, flush=True)
+    report_files.write(out / "hang.txt", error.report.encode() + b"\n")
+    if error.diagnosis is not None:
+        report_files.write_json(out / "hang.json", error.diagnosis)
+    return HangFound(
+        f"{error} (--stall-timeout): the report is in {out / 'hang.txt'}; finished turns are kept, go on with"
+        f" --out {out} --resume"
+    )
+
+
+def _clear(campaign: Campaign) -> None:
+    """Leave nothing of a run that never began."""
+    out = campaign.out
+    for name in ("run.json", "requests.jsonl"):
+        (out / name).unlink(missing_ok=True)
+    made = [out / WARM_UP, *(run.folder / "record" for run in campaign.runs)]
+    for folder in [*made, out / "model"] if campaign.options.model == TINY else made:
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in {*(run.folder for run in campaign.runs), out}:
+        with suppress(OSError):
+            folder.rmdir()  # whatever else is in it was there before
 
 
 def _keep(campaign: Campaign, about: dict[str, Any]) -> None:
@@ -228,7 +257,9 @@ async def _replay_all(campaign: Campaign) -> None:
                     prefill_tokens=options.prefill_tokens,
                     rows=options.rows,
                     record_events=_events(campaign),
-                    **({"out": warm_up} if options.live_check else {}),
+                    rank_timeout_s=options.rank_timeout,
+                    stall_timeout_s=options.stall_timeout,
+                    out=warm_up,
                 ) as engine:
                     watch.attach(engine)
                     await _warm_up(engine, campaign)
@@ -243,13 +274,15 @@ async def _replay_run(
 ) -> None:
     """Replay what is left of one run."""
     options = campaign.options
-    kept = {row.trajectory for row in run.rows}
-    left = [each for each in campaign.trajectories if each.id not in kept]
+    kept: dict[str, list[Row]] = {}
+    for row in run.rows:
+        kept.setdefault(row.trajectory, []).append(row)
+    left = [each for each in campaign.trajectories if len(kept.get(each.id, ())) < len(each.turns)]
     if not left:
         return
     since = max((row.finished_ns for row in run.rows), default=0)
     label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
-    progress.begin(label, trace.counted(left)[0])
+    progress.begin(label, trace.counted(campaign.trajectories)[0] - len(run.rows))
 
     def done(row: Row) -> None:
         row = resume.later(row, since)
@@ -270,6 +303,8 @@ async def _replay_run(
         repeat=run.repeat,
         max_concurrency=options.max_concurrency,
         done=done,
+        kept=kept,
+        since_ns=since,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
@@ -197,13 +198,11 @@ async def connect(config: dict[str, Any], world: World, rank: int) -> Link:
         alone = world.size == 1
         return HostsLink(rendezvous, Communicators() if alone else Nccl(config, world, rank, config["store"]))
     await _join_gloo(config, world, rank)
-    return HostsLink(rendezvous, Gloo(world, rank))
+    return HostsLink(rendezvous, await asyncio.to_thread(Gloo, world, rank))
 
 
 async def _meet(config: dict[str, Any], world: World, rank: int) -> Rendezvous:
     """A rendezvous of ranks on several hosts, at the addresses in `config`."""
-    import asyncio
-
     from kernel.comm.tcp_rendezvous import TcpRendezvous
     from rollout.torchrun import store_at
 
@@ -216,12 +215,12 @@ async def _meet(config: dict[str, Any], world: World, rank: int) -> Rendezvous:
         config["token"],
         host=config["store"]["host"],
         port=port,
+        dead_s=2 * config["rank_timeout_s"],  # the launcher, which knows more of what was lost, shall speak first
         listening=lambda chosen: store.set("rendezvous", str(chosen)),
     )
 
 
 async def _join_gloo(config: dict[str, Any], world: World, rank: int) -> None:
-    import asyncio
     from functools import partial
 
     import torch.distributed as dist

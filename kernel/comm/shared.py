@@ -183,12 +183,17 @@ class Arena:
         Futex(self.address + region.bell).wake()
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes with the last object that uses it. Idempotent."""
+        """Close the descriptors; the memory goes with the last object that uses it, the launcher's here. Idempotent."""
         with self._lock:
             if self._open:
                 self._open = False
                 for fd in self.fds:
                     os.close(fd)
+                if self.rank is None:
+                    for view in (self.u32, self.u64, self.bytes):
+                        view.release()
+                    with suppress(BufferError):  # somebody still looks at it
+                        self.memory.close()
 
     # -- texts --------------------------------------------------------------------------------------------------
 
