@@ -7,6 +7,7 @@ policy pays for the ranks' first steps. Repeats go round the policies, so that a
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import sys
@@ -71,6 +72,7 @@ class Campaign:
 def main(command: str, argv: Sequence[str]) -> int:
     """Run `turnstile rollout` or `turnstile compare`; 0, or 1 when turns ended early. Raises TurnstileError."""
     options = parse(command, argv)
+    os.umask(0o077)  # what a run leaves is its user's
     source = trace.read(options.trace)
     campaign = prepare(options, source)
     return execute(campaign, source)
@@ -128,8 +130,10 @@ def execute(campaign: Campaign, source: Trace) -> int:
             _clear(campaign)
         else:
             measured = campaign_report.measure(campaign, records=status == "complete")
-            report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
-            report_files.write_json(out / "run.json", {**about, "status": status})
+            # A disk that is full must not hide what the run ended with.
+            with suppress(*(() if status == "complete" else (OSError,))):
+                report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
+                report_files.write_json(out / "run.json", {**about, "status": status})
     campaign_report.draw(campaign)
     return campaign_report.show(campaign, measured)
 
@@ -201,7 +205,16 @@ def _fits(options: Options, config: DecoderConfig | None, trajectories: Sequence
 def _tiny(path: Path, trajectories: Sequence[Trajectory]) -> Path:
     """A small random checkpoint with room for the longest trajectory."""
     write: Callable[..., Any] = _engine_part("models.tiny", "write_checkpoint")
-    write(path, layers=TINY_LAYERS, max_positions=max(4096, *(each.longest for each in trajectories)))
+    try:
+        write(path, layers=TINY_LAYERS, max_positions=max(4096, *(each.longest for each in trajectories)))
+    except Exception as error:  # safetensors has a class of its own for a full disk
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.parent.rmdir()
+        raise UsageError(
+            f"--out {path.parent}: the tiny model cannot be written ({error}): choose another directory, on a disk with"
+            " room"
+        ) from error
     return path
 
 

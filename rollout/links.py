@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
@@ -225,8 +226,11 @@ async def _join_gloo(config: dict[str, Any], world: World, rank: int) -> None:
 
     import torch.distributed as dist
 
-    from rollout.torchrun import store_at
+    from rollout.torchrun import interface, store_at
 
+    # Else gloo listens where this host's name leads to. A choice that was made for it stands.
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(config["address"])) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
     group = dist.distributed_c10d.PrefixStore("gloo", store_at(config["store"]))
     join = partial(dist.init_process_group, "gloo", store=group, rank=rank, world_size=world.size)
     await asyncio.to_thread(join)

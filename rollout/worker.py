@@ -103,7 +103,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
     outbox = Outbox(writer)
     heart = Heart(outbox.send, config["beat_s"])
     if "store" in config:
-        keep_alive(writer.get_extra_info("socket"), config["rank_timeout_s"])
+        keep_alive(writer.get_extra_info("socket"), 2 * config["rank_timeout_s"])
+        config["address"] = writer.get_extra_info("sockname")[0]
     try:
         await _run(config, reader, outbox, heart)
     except TurnstileError as error:
