@@ -1,10 +1,10 @@
 """A long run of everything that could leak or jam, into bench/results/soak.json: `python bench/soak.py --minutes 30`.
 
-Episodes follow each other on one engine: storms of aborts, sessions closed in the middle of prefill, turns that together
-want several times the KV pool, hundreds of tiny turns at once, conversations, pauses and flushes. After each one nothing
-may be left: a turn that takes the whole pool of a replica must run, a known prompt must give its first answer again, and
-processes must hold the descriptors and threads they began with. Memory of every rank is sampled, and a line is fitted to
-it after a fifth of the time.
+Episodes follow each other on one engine: storms of aborts, sessions closed in the middle of prefill, turns that want
+several times the KV pool together, hundreds of tiny turns at once, conversations, pauses and flushes. After each one
+nothing may be left: a turn that takes the whole pool of a replica must run, a known prompt must give its first answer
+again, and processes must hold the descriptors and threads they began with. Memory of every rank is sampled, and a line
+is fitted to it after a fifth of the time.
 """
 
 from __future__ import annotations
@@ -146,12 +146,13 @@ class Soak:
         answers = await self._on_each(PROBE, 16)
         self.answer = self.answer or answers[0]
         self._require(set(answers) == {self.answer}, "a known prompt gives its answer on every replica")
-        whole = await self._on_each(tuple(range(3, 203)), POOL - 200)
-        self._require({len(each) for each in whole} == {POOL - 200}, "a turn that takes the whole pool runs")
+        whole = await self._on_each([3 + at % (VOCABULARY - 3) for at in range(POOL - 8)], 8)
+        self._require({len(each) for each in whole} == {8}, "a turn that takes the whole pool runs")
 
     async def _on_each(self, prompt: Sequence[int], asked: int) -> list[tuple[int, ...]]:
-        sessions = [self.engine.session() for _ in range(WORLD.adp)]
-        self._require({each.replica for each in sessions} == set(range(WORLD.adp)), "sessions go round the replicas")
+        replicas = range(self.engine.world.adp)
+        sessions = [self.engine.session() for _ in replicas]
+        self._require({each.replica for each in sessions} == set(replicas), "sessions go round the replicas")
         params = SamplingParams(max_tokens=asked, ignore_eos=True)
         done = await asyncio.gather(*(each.generate(prompt, params) for each in sessions))
         for each in sessions:
@@ -201,13 +202,13 @@ def slope(samples: Sequence[Sample]) -> float:
 
 
 async def soak(
-    goes_on: Callable[[Soak], bool], seed: int = 0, nursery: Nursery | None = None, every_s: float = EVERY_S
+    goes_on: Callable[[Soak], bool], seed: int = 0, nursery: Nursery | None = None, world: World = WORLD
 ) -> Soak:
     """Episodes as long as `goes_on` says. Raises AssertionError for what is not as it must be."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_checkpoint(Path(folder) / "model", max_positions=4096)
         async with Engine(
-            model, WORLD, kv_tokens=POOL, prefill_tokens=96, rows=12, out=Path(folder) / "run", record_events=1 << 14,
+            model, world, kv_tokens=POOL, prefill_tokens=96, rows=12, out=Path(folder) / "run", record_events=1 << 14,
             nursery=nursery,
         ) as engine:  # fmt: skip
             run = Soak(engine, random.Random(seed))
@@ -223,7 +224,7 @@ async def soak(
                 await episode()
                 await run.check()
                 run.counts[f"episodes of {episode.__name__}"] += 1
-                if time.monotonic() - run.began - run.samples[-1][0].seconds >= every_s:
+                if time.monotonic() - run.began - run.samples[-1][0].seconds >= EVERY_S:
                     run.sample()
                     run.open_as_before()
             run.sample()

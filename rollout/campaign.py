@@ -13,6 +13,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -26,6 +27,7 @@ from rollout.args import TINY, Options, parse
 from rollout.progress import Progress
 from rollout.replay import Sink, replay
 from rollout.stall import Stalled
+from rollout.torchrun import place
 from rollout.trace_shape import Shape
 from rollout.watch import Watch
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 WARM_UP: Final = "warm-up"
 """Folder of the warm-up's record, which is taken away when the warm-up has ended well."""
 WARM_UP_TOKENS: Final = 8
+TORCHRUN_GRACE_S: Final = 2.0
 TINY_LAYERS: Final = 4
 MOST_EVENTS: Final = 1 << 18
 """A record of this size takes 19 MB a rank."""
@@ -253,7 +256,16 @@ async def _replay_all(campaign: Campaign) -> None:
     options = campaign.options
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    engines: list[Any] = []
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if not (engines and getattr(engines[0], "failed", False)):
+            task.cancel()
+
+    # torchrun ends all processes of a host as soon as one has failed: the reason is to be told then, and is on its way.
+    grace_s = TORCHRUN_GRACE_S if place() is not None else 0.0
+    loop.add_signal_handler(signal.SIGTERM, partial(loop.call_later, grace_s, interrupt))
     sink = Sink(campaign.out / "requests.jsonl", append=options.resume)
     engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
     warm_up = campaign.out / WARM_UP
@@ -274,6 +286,7 @@ async def _replay_all(campaign: Campaign) -> None:
                     stall_timeout_s=options.stall_timeout,
                     out=warm_up,
                 ) as engine:
+                    engines.append(engine)
                     watch.attach(engine)
                     await _warm_up(engine, campaign)
                     for run in campaign.runs:

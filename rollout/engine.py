@@ -202,6 +202,11 @@ class Engine:
         """Tokens that a replica's KV pool holds."""
         return self._pool
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which leaving it raises."""
+        return self._error is not None
+
     def now_ns(self) -> int:
         """The clock of all times here: monotonic nanoseconds."""
         return time.monotonic_ns()

@@ -208,9 +208,12 @@ def test_a_cable_that_is_pulled_out_ends_the_run_and_names_the_host(
     until(lambda: lines(out) >= 3 or first.poll() is not None)
     hosts.cable("down")
     # The command ends by itself; torchrun's agents may go on looking for each other.
-    until(lambda: json.loads((out / "run.json").read_text())["status"] == "failed")
-    until(lambda: not _ranks(hosts))
-    said = hosts.end()
+    try:
+        until(lambda: json.loads((out / "run.json").read_text())["status"] != "running", 60)
+        until(lambda: not _ranks(hosts), 60)
+    finally:
+        status, left, said = (out / "run.json").read_text(), _ranks(hosts), hosts.end()
+    assert json.loads(status)["status"] == "failed", (left, said)
     [line] = [line for line in said[0].splitlines() if line.startswith("turnstile: ")]
     assert re.fullmatch(
         rf"turnstile: ranks 2, 3 at {re.escape(ADDRESSES[1])} have not answered for 4 s"
