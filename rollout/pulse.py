@@ -65,6 +65,8 @@ class Pulse:
             for rank in self._due:
                 self._due[rank] = max(self._due[rank], now + self.timeout_s)
         late = [rank for rank, due in sorted(self._due.items()) if now >= due] if self.timeout_s else []
+        if late:  # ranks of one host fall silent together, but a beat apart
+            late = [rank for rank, due in sorted(self._due.items()) if now >= due - 1.5 * self.every_s]
         for rank in late:
             self.forget(rank)
         return late

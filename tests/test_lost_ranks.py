@@ -48,12 +48,12 @@ POLICIES = """
     from kernel.sched.policy import Guarantees
 
     class Keeps(Fine):
-        \"\"\"Never releases P from some round on.\"\"\"
+        \"\"\"Never releases P.\"\"\"
 
         guarantees = Guarantees(deadlock_free=False)
 
         async def turn(self, gate):
-            if gate.plan.round < 3 or not gate.p_active:
+            if not gate.p_active:
                 return await super().turn(gate)
             await gate.reached()
             await gate.rendezvous("pre-d")
@@ -330,6 +330,22 @@ def test_a_rank_is_late_once_and_at_the_timeout() -> None:
     assert told == [(10.0, [2]), (40.0, [1])]
     assert pulse.at[0] == " with D 3 in flight"
     assert pulse.moved[0] == 2
+
+
+def test_ranks_that_fell_silent_together_are_told_together() -> None:
+    clock = Clock()
+    pulse = Pulse(10.0, clock)
+    for rank in range(4):
+        pulse.expect(rank)
+    told = []
+    while clock.now < 20:
+        clock.now += pulse.every_s
+        for rank, last_s in enumerate((99, 5, 6, 9)):
+            if clock.now <= last_s:
+                pulse.hear(rank, {"beat": 0, "at": ""})
+        if late := pulse.late():
+            told.append((clock.now, late))
+    assert told == [(15.0, [1, 2]), (19.0, [3])]
 
 
 def test_nobody_is_late_because_the_launcher_slept() -> None:
