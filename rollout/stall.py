@@ -73,12 +73,13 @@ def found(
     """
     first = f"no progress for {timeout_s:g} s under {policy}, with {turns} turn{'s' if turns != 1 else ''} in flight"
     lines = [f"stalled   {first}"]
+    began_ns = time.monotonic_ns()  # reading takes seconds on a busy machine
     events = {rank: _events(record, rank) for rank in sorted(pulse.at)}
     for rank in sorted(pulse.at)[:MANY]:
         lines += _rank(rank, pulse.at[rank], events[rank], where.get(rank, ()))
     if len(events) > MANY:
         lines.append(f"          and {len(events) - MANY} ranks more")
-    text, diagnosis = _diagnosis(record, events, where, policy)
+    text, diagnosis = _diagnosis(record, events, where, policy, began_ns)
     lines.append(text)
     error = Stalled(f"{first}: the run was ended")
     error.report, error.diagnosis = "\n".join(lines), diagnosis
@@ -86,7 +87,11 @@ def found(
 
 
 def _diagnosis(
-    record: str, events: Mapping[int, Sequence[Event]], where: Mapping[int, Sequence[str]], policy: str
+    record: str,
+    events: Mapping[int, Sequence[Event]],
+    where: Mapping[int, Sequence[str]],
+    policy: str,
+    now_ns: int,
 ) -> tuple[str, dict[str, Any]]:
     """What `turnstile hang` says of the run; where ranks stall alike, which it cannot see, that instead."""
     from verify.blame import Certainty, Class
@@ -94,7 +99,7 @@ def _diagnosis(
     from verify.hang.text import as_text
     from verify.readers.gather import gather
 
-    going = _going(events)
+    going = _going(events, now_ns)
     alike = _alike(events, where, policy, going)
     try:
         found = diagnose_found(gather([record]), quiet=not going) if record else None
@@ -108,11 +113,10 @@ def _diagnosis(
     return as_text(found), found.to_dict()
 
 
-def _going(events: Mapping[int, Sequence[Event]]) -> int:
+def _going(events: Mapping[int, Sequence[Event]], now_ns: int) -> int:
     """The round that all ranks have come to while nothing came of the rounds; 0 where they stand still."""
-    now = time.monotonic_ns()
     rounds = [
-        {each.round for each in some if each.kind is Kind.PLAN and now - each.time_ns < RECENT_NS}
+        {each.round for each in some if each.kind is Kind.PLAN and now_ns - each.time_ns < RECENT_NS}
         for some in events.values()
     ]
     return max(max(each) for each in rounds) if rounds and all(len(each) > 1 for each in rounds) else 0
