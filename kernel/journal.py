@@ -28,6 +28,9 @@ class Journal:
         self._exchanges = 0
         self._lines: dict[Call, str] = {}
         self._labels: dict[str, tuple[int, int, int, int]] = {}
+        self._tag = self._owner = ""
+        self.moved = 0
+        """Grows with everything that brings a turn nearer to its end; rounds alone do not."""
         self.round, self.epoch = 0, -1
         self._open(recorder)
 
@@ -46,6 +49,16 @@ class Journal:
         """End the record."""
         self._recorder.close()
 
+    @property
+    def standing(self) -> str:
+        """Where the rank stands, as a clause: ` with P e3 [4,8) and D 17 in flight, in exchange 41 (post-d)`."""
+        labels = list(self._labels)
+        return standing(
+            [next((each for each in labels if each.startswith(f"{phase} ")), "") for phase in (Phase.P, Phase.D)],
+            (self._exchanges, self._tag) if self._tag else None,
+            self._owner,
+        )
+
     # -- control ------------------------------------------------------------------------------------------------
 
     def plan(self, plan: Plan, digest: int) -> None:
@@ -56,12 +69,14 @@ class Journal:
     def exchange(self, tag: str, leaves: bool) -> None:
         """This rank enters or leaves an all-rank rendezvous."""
         self._exchanges += not leaves
+        self._tag = "" if leaves else tag
         kind = Kind.EXCHANGE_LEAVE if leaves else Kind.EXCHANGE_ENTER
         text = self._recorder.site(tag)
         self._event(kind, None, HOST, 0, self._exchanges, self.round, self.epoch, 0, text, 0)
 
     def wait(self, owner: str, leaves: bool) -> None:
         """The loop's task waits for `owner`."""
+        self._owner = "" if leaves else owner
         self._text(Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER, owner)
 
     def boundary(self, epoch: int, index: int) -> None:
@@ -74,6 +89,7 @@ class Journal:
 
     def promote(self, epoch: int, turns: int) -> None:
         """An epoch's results became decodable."""
+        self.moved += 1
         self._event(Kind.PROMOTE, Phase.P, HOST, 0, 0, self.round, epoch, turns, 0, 0)
 
     def no_work(self, phase: Phase, label: str) -> None:
@@ -107,6 +123,8 @@ class Journal:
         known = self._labels.get(label) if what == "start" else self._labels.pop(label, None)
         if known is not None:
             round_, epoch, a, b = known
+            # Decode without rows may go round for ever. Stream threads may lose a count to each other: it still grows.
+            self.moved += what == "finish" and (phase is Phase.P or b > 0)
             kind = Kind.WORK_START if what == "start" else Kind.WORK_FINISH
             site = self._recorder.site(label)
             self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, site, time_ns)
@@ -114,6 +132,7 @@ class Journal:
     def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
         """The device starts or finishes a collective."""
         key = (phase, call.role)
+        self.moved += finished and phase is Phase.P
         if not finished:
             self._started[key] = self._started.get(key, 0) + 1
             if call not in self._lines:
@@ -148,6 +167,15 @@ class Journal:
             code = frame.f_code
             self._lines[call] = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
             self._sites.pop(call, None)
+
+
+def standing(flying: Sequence[str], exchange: tuple[int, str] | None, owner: str) -> str:
+    """The clause for what is in flight ("" for nothing), the exchange a rank is in, and what its loop awaits."""
+    labels = " and ".join(label for label in flying if label)
+    if owner == "inbox" and not labels:
+        return " while it waited for work"
+    where = f", in exchange {exchange[0]} ({exchange[1]})" if exchange is not None else ""
+    return f" with {labels or 'nothing of P or D'} in flight{where}"
 
 
 def group_name(phase: Phase, role: Role) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,8 @@ class Ports:
     """What a world plugs into a rank.
 
     emit: called on the loop with each output of this rank's replica, on the replica's leader only.
-    use_policy: resolves a policy spec and opens the record of the run under it.
+    use_policy: resolves a policy spec and opens the record of the run under it. away: entered around what holds the
+    loop for long, with its name.
     """
 
     device: Device
@@ -57,6 +58,7 @@ class Ports:
     journal: Journal
     emit: Callable[[Output], None]
     use_policy: Callable[[UsePolicy], Policy]
+    away: Callable[[str], AbstractAsyncContextManager[Any]] = nullcontext
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class Rank:
         if plan.idle and self._stopping:
             return
         if plan.idle and self._changes:
-            self._change(self._changes.popleft())
+            await self._change(self._changes.popleft())
         elif plan.idle:
             self._journal.wait("inbox", leaves=False)
             await self.ports.inbox.beyond(plan.inbox)
@@ -168,10 +170,11 @@ class Rank:
         # A policy that claims no order is not stopped for having none: it is there to show what happens then.
         self._ordered = policy.guarantees.deadlock_free
 
-    def _change(self, entry: UsePolicy | UpdateWeights) -> None:
+    async def _change(self, entry: UsePolicy | UpdateWeights) -> None:
         """Nothing is in flight on any rank (the plan is idle), so this is the same round everywhere."""
         if isinstance(entry, UpdateWeights):
-            self.ports.model.reload(entry.path)
+            async with self.ports.away("loading weights"):
+                self.ports.model.reload(entry.path)
             self.ports.cache.flush()
             what = "weights"
         else:

@@ -13,6 +13,8 @@ from kernel.errors import UsageError
 from kernel.topology import CUTS, GATHERS, ROUTES, World
 from models.config import DTYPES
 from rollout.device import ATTENTIONS, DEVICES, LAUNCH_ORDERS, MODULES, QUANTIZATIONS, WEIGHTS, DeviceOptions
+from rollout.pulse import RANK_TIMEOUT_S
+from rollout.stall import STALL_TIMEOUT_S
 from rollout.trace import PAPER_TRACE
 from rollout.trace_shape import Shape
 
@@ -46,6 +48,8 @@ DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "resume": False,
         "live_check": False,
         "abort_on_cycle": False,
+        "stall_timeout": STALL_TIMEOUT_S,
+        "rank_timeout": RANK_TIMEOUT_S,
         "json": False,
         "demo": False,
     }
@@ -86,6 +90,8 @@ class Options:
     resume: bool
     live_check: bool
     abort_on_cycle: bool
+    stall_timeout: float
+    rank_timeout: float
     json: bool
 
 
@@ -131,6 +137,13 @@ def parser(command: str) -> Parser:
         "--resume", action="store_true", help="go on with the unfinished run in --out DIR: what is finished stays"
     )
     output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    faults = made.add_argument_group("faults")
+    for flag, default, what in (
+        ("--stall-timeout", STALL_TIMEOUT_S, "end a run that makes no progress for so long, and report why"),
+        ("--rank-timeout", RANK_TIMEOUT_S, "give up a rank that does not answer for so long, and the run with it"),
+    ):
+        what += f", 0 for never (default: {default:g}); exit code 1, --resume goes on with it"
+        faults.add_argument(flag, type=float, metavar="S", help=what)
     live = made.add_argument_group("live check")
     live.add_argument(
         "--live-check",
@@ -248,6 +261,11 @@ def parse(command: str, argv: Sequence[str]) -> Options:
             raise UsageError(f"--{name.replace('_', '-')} {values[name]}: must be at least 1")
     if values["resume"] and values["out"] is None:
         raise UsageError("--resume goes on with the run in a directory: name it with --out DIR")
+    for name in ("stall_timeout", "rank_timeout"):
+        if not (values[name] == 0 or 0.1 <= values[name] <= 1e6):
+            raise UsageError(
+                f"--{name.replace('_', '-')} {values[name]:g}: must be 0 for never, or 0.1 to 1000000 seconds"
+            )
     default = ("fine",) if command == ROLLOUT else COMPARED
     return Options(
         command=command,
@@ -266,6 +284,8 @@ def parse(command: str, argv: Sequence[str]) -> Options:
         resume=values["resume"],
         live_check=values["live_check"] or values["abort_on_cycle"],
         abort_on_cycle=values["abort_on_cycle"],
+        stall_timeout=values["stall_timeout"],
+        rank_timeout=values["rank_timeout"],
         json=values["json"],
     )
 

@@ -7,14 +7,18 @@ policy pays for the ranks' first steps. Repeats go round the policies, so that a
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
+import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from kernel.errors import TurnstileError, UsageError
+from kernel.errors import HangFound, TurnstileError, UsageError
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from models.config import read_config
@@ -22,6 +26,8 @@ from rollout import campaign_report, gpus, report_files, resume, trace
 from rollout.args import TINY, Options, parse
 from rollout.progress import Progress
 from rollout.replay import Sink, replay
+from rollout.stall import Stalled
+from rollout.torchrun import place
 from rollout.trace_shape import Shape
 from rollout.watch import Watch
 
@@ -34,8 +40,9 @@ if TYPE_CHECKING:
     from verify.intervals import Interval
 
 WARM_UP: Final = "warm-up"
-"""Folder of the warm-up's record, which is made for the live check and taken away when the warm-up has ended well."""
+"""Folder of the warm-up's record, which is taken away when the warm-up has ended well."""
 WARM_UP_TOKENS: Final = 8
+TORCHRUN_GRACE_S: Final = 2.0
 TINY_LAYERS: Final = 4
 MOST_EVENTS: Final = 1 << 18
 """A record of this size takes 19 MB a rank."""
@@ -68,6 +75,7 @@ class Campaign:
 def main(command: str, argv: Sequence[str]) -> int:
     """Run `turnstile rollout` or `turnstile compare`; 0, or 1 when turns ended early. Raises TurnstileError."""
     options = parse(command, argv)
+    os.umask(0o077)  # what a run leaves is its user's
     source = trace.read(options.trace)
     campaign = prepare(options, source)
     return execute(campaign, source)
@@ -115,19 +123,47 @@ def execute(campaign: Campaign, source: Trace) -> int:
         raise KeyboardInterrupt(
             f"interrupted: {done} of {asked * len(campaign.runs)} turns are done and kept in {out}"
         ) from None
+    except Stalled as error:
+        raise _stalled(out, error) from None
     except UsageError:
         status = "failed" if campaign.options.resume or any(run.rows for run in campaign.runs) else "unusable"
         raise
     finally:
         if status == "unusable":
-            for name in ("run.json", "requests.jsonl"):
-                (out / name).unlink(missing_ok=True)
+            _clear(campaign)
         else:
             measured = campaign_report.measure(campaign, records=status == "complete")
-            report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
-            report_files.write_json(out / "run.json", {**about, "status": status})
+            # A disk that is full must not hide what the run ended with.
+            with suppress(*(() if status == "complete" else (OSError,))):
+                report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
+                report_files.write_json(out / "run.json", {**about, "status": status})
     campaign_report.draw(campaign)
     return campaign_report.show(campaign, measured)
+
+
+def _stalled(out: Path, error: Stalled) -> HangFound:
+    """Show and keep the report about a run without progress; the line that it ends with."""
+    print(error.report, file=sys.stderr, flush=True)
+    report_files.write(out / "hang.txt", error.report.encode() + b"\n")
+    if error.diagnosis is not None:
+        report_files.write_json(out / "hang.json", error.diagnosis)
+    return HangFound(
+        f"{error} (--stall-timeout): the report is in {out / 'hang.txt'}; finished turns are kept, go on with"
+        f" --out {out} --resume"
+    )
+
+
+def _clear(campaign: Campaign) -> None:
+    """Leave nothing of a run that never began."""
+    out = campaign.out
+    for name in ("run.json", "requests.jsonl"):
+        (out / name).unlink(missing_ok=True)
+    made = [out / WARM_UP, *(run.folder / "record" for run in campaign.runs)]
+    for folder in [*made, out / "model"] if campaign.options.model == TINY else made:
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in {*(run.folder for run in campaign.runs), out}:
+        with suppress(OSError):
+            folder.rmdir()  # whatever else is in it was there before
 
 
 def _keep(campaign: Campaign, about: dict[str, Any]) -> None:
@@ -172,7 +208,16 @@ def _fits(options: Options, config: DecoderConfig | None, trajectories: Sequence
 def _tiny(path: Path, trajectories: Sequence[Trajectory]) -> Path:
     """A small random checkpoint with room for the longest trajectory."""
     write: Callable[..., Any] = _engine_part("models.tiny", "write_checkpoint")
-    write(path, layers=TINY_LAYERS, max_positions=max(4096, *(each.longest for each in trajectories)))
+    try:
+        write(path, layers=TINY_LAYERS, max_positions=max(4096, *(each.longest for each in trajectories)))
+    except Exception as error:  # safetensors has a class of its own for a full disk
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.parent.rmdir()
+        raise UsageError(
+            f"--out {path.parent}: the tiny model cannot be written ({error}): choose another directory, on a disk with"
+            " room"
+        ) from error
     return path
 
 
@@ -211,7 +256,16 @@ async def _replay_all(campaign: Campaign) -> None:
     options = campaign.options
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    engines: list[Any] = []
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if not (engines and getattr(engines[0], "failed", False)):
+            task.cancel()
+
+    # torchrun ends all processes of a host as soon as one has failed: the reason is to be told then, and is on its way.
+    grace_s = TORCHRUN_GRACE_S if place() is not None else 0.0
+    loop.add_signal_handler(signal.SIGTERM, partial(loop.call_later, grace_s, interrupt))
     sink = Sink(campaign.out / "requests.jsonl", append=options.resume)
     engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
     warm_up = campaign.out / WARM_UP
@@ -228,8 +282,11 @@ async def _replay_all(campaign: Campaign) -> None:
                     prefill_tokens=options.prefill_tokens,
                     rows=options.rows,
                     record_events=_events(campaign),
-                    **({"out": warm_up} if options.live_check else {}),
+                    rank_timeout_s=options.rank_timeout,
+                    stall_timeout_s=options.stall_timeout,
+                    out=warm_up,
                 ) as engine:
+                    engines.append(engine)
                     watch.attach(engine)
                     await _warm_up(engine, campaign)
                     for run in campaign.runs:
@@ -243,13 +300,15 @@ async def _replay_run(
 ) -> None:
     """Replay what is left of one run."""
     options = campaign.options
-    kept = {row.trajectory for row in run.rows}
-    left = [each for each in campaign.trajectories if each.id not in kept]
+    kept: dict[str, list[Row]] = {}
+    for row in run.rows:
+        kept.setdefault(row.trajectory, []).append(row)
+    left = [each for each in campaign.trajectories if len(kept.get(each.id, ())) < len(each.turns)]
     if not left:
         return
     since = max((row.finished_ns for row in run.rows), default=0)
     label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
-    progress.begin(label, trace.counted(left)[0])
+    progress.begin(label, trace.counted(campaign.trajectories)[0] - len(run.rows))
 
     def done(row: Row) -> None:
         row = resume.later(row, since)
@@ -270,6 +329,8 @@ async def _replay_run(
         repeat=run.repeat,
         max_concurrency=options.max_concurrency,
         done=done,
+        kept=kept,
+        since_ns=since,
     )
 
 

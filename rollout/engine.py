@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +26,12 @@ from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
-from rollout import gpus, last_words, memory, wire
+from rollout import gpus, last_words, memory, stall, wire
 from rollout.device import DeviceOptions
 from rollout.hosts import HostsLauncher
 from rollout.launcher import Launcher
+from rollout.pulse import RANK_TIMEOUT_S
+from rollout.stall import STALL_TIMEOUT_S, Stall
 from rollout.torchrun import Place, place
 from rollout.turns import Completion, Generation, Session, TokenOutput
 from rollout.wire import failure
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from rollout.nursery import Nursery
 
 CPU_KV_TOKENS: Final = 1 << 15
+WHERE_S: Final = 1.0
+"""For ranks of a stalled run to say where they wait; those whose loop is held do not."""
 EXIT_S: Final = MappingProxyType({"cpu": 30.0, "cuda": 120.0})
 """For ranks to stop by themselves; on cuda they drop graphs and communicators."""
 
@@ -53,8 +58,10 @@ class Engine:
     that can be said about it; dtype: that of its options. out: run directory for the record (None: no record).
     kv_tokens: KV pool of one replica (None: 32,768 on cpu, what the GPU holds on cuda). prefill_tokens: new tokens of a
     replica in one epoch. rows: requests that decode together on one replica. threads: torch threads a rank. nursery:
-    where ranks are forked, to share one among engines (None: one of its own). Raises UsageError for what cannot be
-    used.
+    where ranks are forked, to share one among engines (None: one of its own). rank_timeout_s: a rank that says nothing
+    for so long is lost, and the run with it (RankLost; 0: never). stall_timeout_s: without progress for so long while
+    turns are in flight, the run ends with `rollout.stall.Stalled`, which has a report (0: never). Raises UsageError for
+    what cannot be used.
     """
 
     def __init__(
@@ -75,6 +82,8 @@ class Engine:
         record_events: int = 1 << 18,
         nursery: Nursery | None = None,
         exit_s: float | None = None,
+        rank_timeout_s: float = RANK_TIMEOUT_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         options = DeviceOptions(device) if isinstance(device, str) else device
         options = options if dtype is None else replace(options, dtype=dtype)
@@ -83,6 +92,9 @@ class Engine:
         for name, value in sizes.items():
             if whole(value, name) < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
+        for name, seconds in (("rank_timeout_s", rank_timeout_s), ("stall_timeout_s", stall_timeout_s)):
+            if not 0 <= seconds < 1e9:
+                raise UsageError(f"{name}={seconds}: must be a number of seconds, 0 for never")
         self.world = world or World()
         self.model = Path(model)
         self._spec = spec(policy, policy_config)
@@ -116,6 +128,7 @@ class Engine:
             "environment": options.environment(),
             "hidden": self.config.hidden_size,
             "threads": threads,
+            "rank_timeout_s": rank_timeout_s,
             "record": str(self._out) if self._out else "",
             "capacity": record_events,
             "meta": {"size": self.world.size, "versions": versions()},
@@ -131,9 +144,12 @@ class Engine:
         self._error: TurnstileError | None = None
         self._quiet = asyncio.Event()
         self._changed = asyncio.Event()
-        self._paused = False
+        self._paused = self._changing = False
         self._stopped = asyncio.Event()
-        self._reader: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stall = Stall(stall_timeout_s)
+        self._waits: dict[int, list[str]] = {}
+        self._outputs = 0
 
     async def __aenter__(self) -> Self:
         if self._launcher is not None:
@@ -147,7 +163,10 @@ class Engine:
         except BaseException:
             await self._launcher.close("the engine did not start")
             raise
-        self._reader = asyncio.create_task(self._listen(self._launcher), name="engine")
+        self._tasks = [
+            asyncio.create_task(self._listen(self._launcher), name="engine"),
+            asyncio.create_task(self._watch(self._launcher), name="stall"),
+        ]
         return self
 
     async def __aexit__(
@@ -160,8 +179,8 @@ class Engine:
                 await self._until_stopped()
         finally:
             await self._launcher.close("" if self._error is None else str(self._error))
-            if self._reader is not None:
-                self._reader.cancel()
+            for task in self._tasks:
+                task.cancel()
             failed, self._closed = self._error, True
             self._fail_all(TurnstileError("the engine was closed: open it again with `async with`"))
         if failed is not None and error is None:
@@ -182,6 +201,11 @@ class Engine:
     def kv_tokens(self) -> int:
         """Tokens that a replica's KV pool holds."""
         return self._pool
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which leaving it raises."""
+        return self._error is not None
 
     def now_ns(self) -> int:
         """The clock of all times here: monotonic nanoseconds."""
@@ -229,7 +253,7 @@ class Engine:
             self._quiet.clear()
             self._check()
             await self._quiet.wait()
-        self._record = str(record) if record else ""
+        self._record, self._spec = str(record) if record else "", new
         await self._change(UsePolicy(new, self._record))
 
     async def update_weights(self, path: str | Path) -> None:
@@ -274,7 +298,9 @@ class Engine:
         """Send an entry that takes effect once nothing is in flight, and wait until it has."""
         self._changed.clear()
         self._send(entry)
+        self._changing = isinstance(entry, UsePolicy)  # weights take as long as their disk
         await self._changed.wait()
+        self._changing = False
         self._check()
 
     def _submit(self, session: Session, prompt: tuple[int, ...], params: SamplingParams) -> Generation:
@@ -324,7 +350,10 @@ class Engine:
 
     async def _listen(self, launcher: Launcher | HostsLauncher) -> None:
         async for rank, message in launcher.messages():
-            if "outputs" in message:
+            if "where" in message:
+                self._waits[rank] = message["where"]
+            elif "outputs" in message:
+                self._outputs += len(message["outputs"])
                 for request, token, logprob, finish, cached, stamp in message["outputs"]:
                     self._deliver(request, token, logprob, finish, cached, stamp)
             elif "stopped" in message:
@@ -333,8 +362,29 @@ class Engine:
                     self._stopped.set()
             else:
                 if "lost" in message:
-                    message["lost"] += last_words.of(self._record, rank)
+                    message["lost"] += self._last_words(launcher, message.get("ranks", [rank]))
                 self._failed(failure(rank, message))
+
+    def _last_words(self, launcher: Launcher | HostsLauncher, ranks: Sequence[int]) -> str:
+        """What lost ranks were doing: by their records, or where these are on another host, by their last beat."""
+        said = {rank: last_words.of(self._record, rank) or launcher.pulse.at.get(rank, "") for rank in ranks}
+        if len(said) == 1:
+            return next(iter(said.values()))
+        return "".join(f"; rank {rank}{clause}" for rank, clause in said.items())
+
+    async def _watch(self, launcher: Launcher | HostsLauncher) -> None:
+        """End the run, with a report, when it makes no progress."""
+
+        def progress() -> object:
+            return self._outputs, sorted(launcher.pulse.moved.items())
+
+        await self._stall.watch(progress, lambda: (bool(self._turns) or self._changing) and not self._paused)
+        if self._error is not None:
+            return
+        launcher.send([{"where": True}] * self.world.size)
+        await asyncio.sleep(WHERE_S)
+        report = partial(stall.found, self._stall.timeout_s, self._record, launcher.pulse, self._waits)
+        self._failed(await asyncio.to_thread(report, len(self._turns), self._spec))
 
     def _deliver(self, request: int, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:
         if request < 0:

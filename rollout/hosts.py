@@ -15,9 +15,11 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from kernel.comm.tcp_link import keep_alive
 from kernel.errors import RankLost, UsageError
 from rollout import wire
 from rollout.nursery import search_path
+from rollout.pulse import AWAY_S, Pulse
 from rollout.torchrun import Place, store_at
 from rollout.wire import failure
 
@@ -47,6 +49,8 @@ class HostsLauncher:
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._own: asyncio.subprocess.Process | None = None
+        self._hosts: dict[int, str] = {}
+        self.pulse = Pulse(config["rank_timeout_s"])
 
     async def start(self) -> None:
         """Wait for all ranks to connect and to load their shards. Raises what a rank failed with, or RankLost."""
@@ -64,6 +68,7 @@ class HostsLauncher:
             env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(self._config["threads"])},
             start_new_session=True,
         )
+        self._tasks.append(asyncio.create_task(self.pulse.watch(self._lost), name="pulse"))
         waiting = set(range(self.world.size))
         start_s = _START_CUDA_S if self._config["device"]["device"] == "cuda" else _START_S
         try:
@@ -71,6 +76,8 @@ class HostsLauncher:
                 while waiting:
                     rank, message = await self._messages.get()
                     if "ready" not in message:
+                        if "lost" in message:
+                            message["lost"] += self.pulse.at[rank]
                         raise failure(rank, message)
                     waiting.discard(rank)
         except TimeoutError:
@@ -83,7 +90,7 @@ class HostsLauncher:
             self._writers[rank].write(wire.pack(message))
 
     async def messages(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """(rank, message) as they come; a rank whose connection ends without a word gives {"lost": why}."""
+        """(rank, message) as they come, less beats; one that ends without a word, or is silent, gives {"lost": why}."""
         while True:
             yield await self._messages.get()
 
@@ -116,7 +123,10 @@ class HostsLauncher:
             rank = int(rank_text)
             if hmac.compare_digest(token, self._token) and 0 <= rank < self.world.size and rank not in self._writers:
                 self._writers[rank] = writer
-                writer.write(wire.pack({**self._config, "rank": rank}))
+                self._hosts[rank] = writer.get_extra_info("peername")[0]
+                keep_alive(writer.get_extra_info("socket"), 2 * self.pulse.timeout_s)
+                self.pulse.expect(rank, AWAY_S if self._config["device"]["device"] == "cuda" else _START_S)
+                writer.write(wire.pack({**self._config, "rank": rank, "beat_s": self.pulse.every_s}))
                 self._tasks.append(asyncio.create_task(self._pump(rank, reader)))
                 return
         writer.close()
@@ -124,7 +134,31 @@ class HostsLauncher:
     async def _pump(self, rank: int, reader: asyncio.StreamReader) -> None:
         last: dict[str, Any] = {}
         while (message := await wire.read(reader)) is not None:
+            if self.pulse.hear(rank, message):
+                continue
             last = message
             self._messages.put_nowait((rank, message))
+        self.pulse.forget(rank)
         if "stopped" not in last and "failed" not in last:
-            self._messages.put_nowait((rank, {"lost": f"rank {rank} ended: its connection is gone"}))
+            why = f"rank {rank} at {self._hosts[rank]} ended: its connection is gone"
+            self._tell([rank], why)
+            self._messages.put_nowait((rank, {"lost": why}))
+
+    def _lost(self, ranks: list[int]) -> None:
+        """Ranks are silent: give them up, those of one host together, and tell the others."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts[rank], []).append(rank)
+        said = "; ".join(self.pulse.why(some, f" at {host}") for host, some in by_host.items())
+        why = f"{said} (stopped, or the host or the link to it is down)"
+        self._tell(ranks, why)
+        for rank in ranks:
+            self._messages.put_nowait((rank, {"lost": why, "ranks": ranks}))
+            self._writers[rank].transport.abort()
+        if 0 in ranks and self._own is not None:
+            self._own.kill()
+
+    def _tell(self, lost: list[int], why: str) -> None:
+        for rank, writer in self._writers.items():
+            if rank not in lost and not writer.is_closing():
+                writer.write(wire.pack({"abort": why}))

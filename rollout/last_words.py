@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
+from kernel.journal import standing
 from kernel.record import Kind, read, ring_path
 from kernel.request import Phase
 
@@ -18,7 +19,7 @@ NEWEST = 4096
 
 
 def of(record: str, rank: int) -> str:
-    """A clause such as ` with P e3 [4,8) and D 17 in flight`; empty where there is no record, or nothing in it."""
+    """A clause such as ` with P e3 [4,8) and D 17 in flight, in exchange 41 (post-d)`; "" where nothing is recorded."""
     if not record:
         return ""
     try:
@@ -29,18 +30,26 @@ def of(record: str, rank: int) -> str:
 
 
 def clause(events: Iterable[Event]) -> str:
-    """The same, from the events themselves: what was submitted and has not finished, P first, the oldest of each."""
+    """The same, from the events themselves: what was submitted and has not finished, P first, the oldest of each; the
+    exchange that the rank was in; or that it waited for work.
+    """
     flying: dict[Phase, list[str]] = {Phase.P: [], Phase.D: []}
-    empty = True
+    exchange: tuple[int, str] | None = None
+    owner, empty = "", True
     for event in events:
         empty = False
+        if event.kind is Kind.EXCHANGE_ENTER:
+            exchange = event.seq, event.text
+        elif event.kind is Kind.EXCHANGE_LEAVE:
+            exchange = None
+        elif event.kind is Kind.HOST_WAIT_ENTER:
+            owner = event.text
+        elif event.kind is Kind.HOST_WAIT_LEAVE:
+            owner = ""
         if event.phase is None:
             continue
         if event.kind is Kind.SUBMIT:
             flying[event.phase].append(event.site)
         elif event.kind is Kind.WORK_FINISH and event.site in flying[event.phase]:
             flying[event.phase].remove(event.site)
-    oldest = [labels[0] for labels in flying.values() if labels]
-    if oldest:
-        return f" with {' and '.join(oldest)} in flight"
-    return "" if empty else " with nothing of P or D in flight"
+    return "" if empty else standing([labels[0] if labels else "" for labels in flying.values()], exchange, owner)

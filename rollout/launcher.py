@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kernel.comm.shared import Arena
 from rollout import wire
 from rollout.nursery import Child, Nursery
+from rollout.pulse import AWAY_S, Pulse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,6 +42,7 @@ class Launcher:
         self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._store: Any = None
+        self.pulse = Pulse(config["rank_timeout_s"])
 
     async def start(self) -> None:
         """Start all ranks and wait until each has loaded its shards. Raises what a rank failed with."""
@@ -49,12 +51,15 @@ class Launcher:
         for rank in range(self.world.size):
             self._ranks.append(await self._spawn(rank))
         self._tasks = [asyncio.create_task(self._pump(process)) for process in self._ranks]
+        self._tasks.append(asyncio.create_task(self.pulse.watch(self._lost), name="pulse"))
         waiting = set(range(self.world.size))
         while waiting:
             rank, message = await self._messages.get()
             if "ready" in message:
                 waiting.discard(rank)
             else:
+                if "lost" in message:
+                    message["lost"] += self.pulse.at[rank]
                 raise wire.failure(rank, message)
 
     async def _prepare_gpus(self) -> None:
@@ -72,7 +77,7 @@ class Launcher:
             process.writer.write(wire.pack(message))
 
     async def messages(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """(rank, message) as they come; a rank that ends without a word gives {"lost": why}."""
+        """(rank, message) as they come, less beats; one that ends without a word, or is silent, gives {"lost": why}."""
         while True:
             yield await self._messages.get()
 
@@ -112,17 +117,30 @@ class Launcher:
             theirs.close()
         ours.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(wire.pack({**self._config, "rank": rank, "arena": self._arena.fd}))
+        writer.write(wire.pack({**self._config, "rank": rank, "arena": self._arena.fd, "beat_s": self.pulse.every_s}))
+        self.pulse.expect(rank, AWAY_S if self._config["device"]["device"] == "cuda" else None)
         return Process(rank, process, reader, writer)
+
+    def _lost(self, ranks: list[int]) -> None:
+        """End what says nothing any more, and tell the others."""
+        why = self.pulse.why(ranks, pids=[self._ranks[rank].process.pid for rank in ranks])
+        self._arena.abort(why)
+        for rank in ranks:
+            self._messages.put_nowait((rank, {"lost": why, "ranks": ranks}))
+            self._ranks[rank].process.kill()
+            self._tell(self._ranks[rank], why)
 
     async def _pump(self, process: Process) -> None:
         last: dict[str, Any] = {}
         while (message := await wire.read(process.reader)) is not None:
+            if self.pulse.hear(process.rank, message):
+                continue
             last = message
             self._messages.put_nowait((process.rank, message))
             if "failed" in message and self._config["device"]["device"] == "cuda":
                 # Shared memory tells the others on a CPU; a kernel that waits for this rank looks at nothing.
                 self._tell(process, f"rank {process.rank} failed: {message['message']}")
+        self.pulse.forget(process.rank)
         code = await process.process.wait()
         if "stopped" not in last and "failed" not in last:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
@@ -197,13 +199,11 @@ async def connect(config: dict[str, Any], world: World, rank: int) -> Link:
         alone = world.size == 1
         return HostsLink(rendezvous, Communicators() if alone else Nccl(config, world, rank, config["store"]))
     await _join_gloo(config, world, rank)
-    return HostsLink(rendezvous, Gloo(world, rank))
+    return HostsLink(rendezvous, await asyncio.to_thread(Gloo, world, rank))
 
 
 async def _meet(config: dict[str, Any], world: World, rank: int) -> Rendezvous:
     """A rendezvous of ranks on several hosts, at the addresses in `config`."""
-    import asyncio
-
     from kernel.comm.tcp_rendezvous import TcpRendezvous
     from rollout.torchrun import store_at
 
@@ -216,18 +216,21 @@ async def _meet(config: dict[str, Any], world: World, rank: int) -> Rendezvous:
         config["token"],
         host=config["store"]["host"],
         port=port,
+        dead_s=2 * config["rank_timeout_s"],  # the launcher, which knows more of what was lost, shall speak first
         listening=lambda chosen: store.set("rendezvous", str(chosen)),
     )
 
 
 async def _join_gloo(config: dict[str, Any], world: World, rank: int) -> None:
-    import asyncio
     from functools import partial
 
     import torch.distributed as dist
 
-    from rollout.torchrun import store_at
+    from rollout.torchrun import interface, store_at
 
+    # Else gloo listens where this host's name leads to. A choice that was made for it stands.
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(config["address"])) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
     group = dist.distributed_c10d.PrefixStore("gloo", store_at(config["store"]))
     join = partial(dist.init_process_group, "gloo", store=group, rank=rank, world_size=world.size)
     await asyncio.to_thread(join)

@@ -11,6 +11,7 @@ import json
 import os
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.errors import TurnstileError, UsageError
@@ -18,7 +19,7 @@ from kernel.request import SamplingParams
 from rollout.trace_shape import new_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rollout.trace import Trajectory, Turn
@@ -71,7 +72,8 @@ class Row:
     """One finished turn: a line of requests.jsonl. Times are ns since the replay of this policy and repeat began.
 
     released_ns: the driver released the turn. submitted_ns: the engine had it. token_ns: when each token was out.
-    cached_tokens: prompt tokens whose KV was reused. asked_tokens: the recorded output length.
+    cached_tokens: prompt tokens whose KV was reused. asked_tokens: the recorded output length. tokens: what was
+    generated, from which the context of the next turn can be made again.
     """
 
     policy: str
@@ -90,6 +92,7 @@ class Row:
     submitted_ns: int
     finished_ns: int
     token_ns: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -131,7 +134,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                row = Row(**(record | {"token_ns": tuple(record["token_ns"])}))
+                lists = {name: tuple(record[name]) for name in ("token_ns", "tokens") if name in record}
+                row = Row(**(record | lists))
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"{path}:{number}: not a row of requests.jsonl ({error})") from None
             yield row
@@ -147,12 +151,15 @@ async def replay(
     repeat: int = 0,
     max_concurrency: int | None = None,
     done: Callable[[Row], None],
+    kept: Mapping[str, Sequence[Row]] = MappingProxyType({}),
+    since_ns: int = 0,
 ) -> None:
     """Replay all trajectories, calling `done` as each turn finishes; returns when the last one has.
 
     vocabulary: token ids are drawn below it. max_concurrency: trajectories in progress at once (None: all), and so the
     most requests in flight. A turn that ends early ends its trajectory and leaves a row that says so. Cancelled, it
-    aborts what is in flight; an error of the engine ends all trajectories and is raised.
+    aborts what is in flight; an error of the engine ends all trajectories and is raised. kept: rows of the first turns
+    of trajectories (by id) of which these are done. since_ns: when, by the times of these rows, the replay goes on.
     """
     places = asyncio.Semaphore(max_concurrency or max(1, len(trajectories)))
     start = engine.now_ns()
@@ -160,7 +167,9 @@ async def replay(
     async def follow(trajectory: Trajectory) -> None:
         async with AsyncExitStack() as stack:
             # A first turn's wait is an arrival, counted from the start: it takes no place while it waits.
-            due = start + _ns(trajectory.turns[0].wait_ms)
+            before = kept.get(trajectory.id, ())
+            ended_ns = before[-1].finished_ns if before else 0
+            due = start - since_ns + ended_ns + _ns(trajectory.turns[len(before)].wait_ms)
             await _until(engine, due)
             await stack.enter_async_context(places)
             session = engine.session()
@@ -169,6 +178,9 @@ async def replay(
             for index, turn in enumerate(trajectory.turns):
                 await _until(engine, due)
                 context += new_tokens(seed, trajectory.id, index, turn.new_tokens, vocabulary)
+                if index < len(before):
+                    context += before[index].tokens
+                    continue
                 released = engine.now_ns()
                 completion = await _generate(session, context, turn)
                 context += completion.tokens
@@ -230,4 +242,5 @@ def _row(
         submitted_ns=completion.submitted_ns - start,
         finished_ns=completion.finished_ns - start,
         token_ns=tuple(moment - start for moment in completion.token_ns),
+        tokens=completion.tokens,
     )

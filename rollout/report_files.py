@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,8 @@ from kernel.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+ROOM: Final = 1 << 16
+"""Bytes that must fit on the disk before anything starts; records take their own before ranks write them."""
 PACKAGES: Final = ("turnstile", "torch", "numpy", "safetensors", "uvloop", "matplotlib")
 
 
@@ -37,9 +40,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def directory(out: Path | None, *, resume: bool = False) -> Path:
-    """Make the run's directory: `out`, or `runs/<UTC time>`.
+    """Make the run's directory, for this user alone: `out`, or `runs/<UTC time>`.
 
-    Raises UsageError when it holds a run already, unless that is to be resumed, or when it cannot be made.
+    Raises UsageError when it holds a run already, unless that is to be resumed, when it cannot be made or written, or
+    when somebody else could change what is in it.
     """
     named = out is not None
     path = out or Path("runs") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -53,11 +57,39 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
         )
     if resume and not (path / "run.json").exists():
         raise UsageError(f"--resume: {path} holds no run (run.json): name its directory with --out")
+    made = not path.exists()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        _check_private(path)
+        if resume:
+            for name in ("run.json", "requests.jsonl"):
+                if (path / name).exists():
+                    _check_private(path / name)
+        probe = path / f".room.{os.getpid()}"
+        try:
+            probe.write_bytes(bytes(ROOM))
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {path}: {error.strerror}: choose a directory that can be written") from None
+        if made:
+            with suppress(OSError):
+                path.rmdir()
+        raise UsageError(
+            f"--out {path}: {error.strerror}: choose a directory that can be written, on a disk with room"
+        ) from None
     return path
+
+
+def _check_private(path: Path) -> None:
+    """Raise UsageError unless this user alone can change it."""
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        raise UsageError(f"--out {path}: it belongs to another user (uid {found.st_uid}): choose one of your own")
+    if found.st_mode & 0o022:
+        raise UsageError(
+            f"--out {path}: others may write it (mode {found.st_mode & 0o7777:o}): `chmod go-w` it, or choose another"
+        )
 
 
 def slug(policy: str) -> str:

@@ -1,8 +1,8 @@
 """Going on with a run that failed or was interrupted: what of it is kept, and whether it is the same run.
 
-A trajectory is kept when all its turns are done; others start again from their first turn, since the context of a turn
-is not in requests.jsonl. Times of what is replayed later follow the last kept one, so that a run's makespan is that of
-both parts, without the time between them and with the second part's filling and draining.
+Every turn that was done is kept, and its trajectory goes on with the next one: its context is made again from the seed
+and the tokens in requests.jsonl, its KV by prefill. Times of what is replayed later follow the last kept one, so that a
+run's makespan is that of both parts, without the time between them and with the second part's filling and draining.
 """
 
 from __future__ import annotations
@@ -63,16 +63,19 @@ def rows(path: Path) -> list[Row]:
 
 
 def kept(found: Iterable[Row], trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Row]]:
-    """By (policy, repeat): the rows of trajectories of which every turn is done."""
-    turns = {each.id: len(each.turns) for each in trajectories}
-    by_trajectory: dict[tuple[str, int, str], list[Row]] = {}
+    """By (policy, repeat): the rows of each trajectory's turns, from its first one on, without a gap."""
+    turns = {each.id: each.turns for each in trajectories}
+    by_trajectory: dict[tuple[str, int, str], dict[int, Row]] = {}
     for row in found:
         if not row.failed:
-            by_trajectory.setdefault((row.policy, row.repeat, row.trajectory), []).append(row)
+            by_trajectory.setdefault((row.policy, row.repeat, row.trajectory), {}).setdefault(row.turn, row)
     result: dict[tuple[str, int], list[Row]] = {}
     for (policy, repeat, trajectory), done in by_trajectory.items():
-        if {row.turn for row in done} == set(range(turns.get(trajectory, -1))):
-            result.setdefault((policy, repeat), []).extend(done)
+        asked = turns.get(trajectory, ())
+        first = [done[at] for at in range(len(asked)) if set(range(at + 1)) <= done.keys()]
+        # Rows of an older version lack the tokens that a next turn would need.
+        if len(first) == len(asked) or all(len(row.tokens) == row.output_tokens for row in first):
+            result.setdefault((policy, repeat), []).extend(first)
     return result
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import socket
+import struct
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kernel.errors import UsageError
+
+_SIOCGIFADDR: Final = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +61,22 @@ def serve_store() -> tuple[Any, dict[str, Any]]:
     import torch.distributed
 
     dist: Any = torch.distributed
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Left to itself it would listen on every interface, whatever its address.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, listening = server.getsockname()[1], server.detach()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
     return store, {"host": "127.0.0.1", "port": store.port, "run": "turnstile"}
+
+
+def interface(address: str) -> str | None:
+    """The name of this host's network interface with this IPv4 address; None where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 async def join(here: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -122,7 +122,7 @@ class Watch:
             self._engine.abort(
                 HangFound(
                     f"the run hangs, a certain {diagnosis['class']}{blamed}, and was ended: {self._out / 'hang.txt'}"
-                    f" says why; finished trajectories are kept, go on with --out {self._out} --resume"
+                    f" says why; finished turns are kept, go on with --out {self._out} --resume"
                 )
             )
         else:

@@ -38,7 +38,7 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         if length > _LIMIT:
             raise TurnstileError(f"a control message of {length} bytes: the peer is not one of our ranks")
         message: dict[str, Any] = json.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):  # a host that is gone is a time-out
         return None
     return message
 

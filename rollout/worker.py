@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from kernel.comm.tcp_link import keep_alive
 from kernel.errors import RankLost, TurnstileError, UsageError
 from kernel.inbox import Inbox, UsePolicy
 from kernel.journal import Journal, groups
@@ -26,6 +27,7 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
 from rollout import faults, wire
+from rollout.heart import Heart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from kernel.ports import Device, Model
     from kernel.replica import Output
     from rollout.links import Link
+
+
+GRACE_S: Final = 2.0
+"""For a rank that was told to give up to do so by itself."""
 
 
 class Outbox:
@@ -59,8 +65,9 @@ class Outbox:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send any other message, in order."""
-        self.flush()
-        self._writer.write(wire.pack(message))
+        if not self._writer.is_closing():  # else the launcher has gone
+            self.flush()
+            self._writer.write(wire.pack(message))
 
 
 class Gap:
@@ -94,8 +101,12 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
     if config is None:
         return 1
     outbox = Outbox(writer)
+    heart = Heart(outbox.send, config["beat_s"])
+    if "store" in config:
+        keep_alive(writer.get_extra_info("socket"), 2 * config["rank_timeout_s"])
+        config["address"] = writer.get_extra_info("sockname")[0]
     try:
-        await _run(config, reader, outbox)
+        await _run(config, reader, outbox, heart)
     except TurnstileError as error:
         outbox.send({"failed": type(error).__name__, "message": str(error)})
         code = 2 if isinstance(error, UsageError) else 1
@@ -108,6 +119,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
     else:
         outbox.send({"stopped": config["rank"]})
         code = 0
+    heart.close()
     try:
         await writer.drain()
         writer.close()
@@ -117,7 +129,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
     return code
 
 
-async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Outbox) -> None:
+async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Outbox, heart: Heart) -> None:
     # Before anything that starts CUDA or NCCL, which read these once.
     os.environ.update(config["environment"])
     import torch
@@ -153,9 +165,11 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     quiet = None
     try:
         if cuda:
-            device, model, quiet = await cuda_rank.build(config, world, rank, limits, link, journal.device)
+            async with heart.away("starting its GPU"):
+                device, model, quiet = await cuda_rank.build(config, world, rank, limits, link, journal.device)
         else:
-            device, model = _on_cpu(config, world, rank, limits, link, journal)
+            # On a thread, so that the heart goes on beating.
+            device, model = await asyncio.to_thread(_on_cpu, config, world, rank, limits, link, journal)
     except BaseException as error:
         journal.exception(error)
         journal.close()
@@ -172,19 +186,26 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         journal=journal,
         emit=outbox.emit,
         use_policy=use_policy,
+        away=heart.away,
     )
     engine = Rank(rank, world, limits, registry.create(config["policy"], limits), ports)
     link.running()
+    heart.journal = journal
     outbox.send({"ready": rank})
     gap = Gap(journal)
     # A kernel that waits for a dead peer sees no abort of the host's: closing the device ends it, and what awaits it.
     end_device = device.close if cuda else None
-    listener = asyncio.create_task(_listen(reader, inbox, link.abort, end_device), name="control")
+    main = asyncio.current_task()
+    assert main is not None
+    listener = asyncio.create_task(_listen(reader, inbox, heart, link.abort, end_device, main), name="control")
     try:
         await engine.run()
         if quiet is not None:
             quiet.check()
         link.ended(None)
+    except asyncio.CancelledError as error:
+        link.ended(error)
+        raise RankLost(f"rank {rank} waited for something of its policy's own and was ended") from error
     except BaseException as error:
         if (ours := faults.explained(error, rank, "while it served")) is not None:
             link.ended(ours)
@@ -221,19 +242,26 @@ def _on_cpu(
 async def _listen(
     reader: asyncio.StreamReader,
     inbox: Inbox,
+    heart: Heart,
     abort: Callable[[str], None],
     end_device: Callable[[], Coroutine[Any, Any, None]] | None,
+    main: asyncio.Task[Any],
 ) -> None:
     reason = "the launcher has ended"
     while (message := await wire.read(reader)) is not None:
         if "abort" in message:
             reason = message["abort"]
             break
+        if "where" in message:
+            heart.tell()
+            continue
         inbox.put(*(wire.entry_from_json(entry) for entry in message["entries"]))
     abort(reason)
     inbox.fail(RankLost(f"this rank waited for work and gave up: {reason}"))
     if end_device is not None:
         await end_device()
+    await asyncio.sleep(GRACE_S)
+    main.cancel()  # a turn that awaits neither the others nor its device hears of none of this
 
 
 def main() -> None:

@@ -427,9 +427,12 @@ def test_a_failed_run_goes_on_where_it_ended(
     assert [policy for policy, _ in engine.policies] == ["normal"], "the first policy had finished"
     rows = list(read_rows(out / "requests.jsonl"))
     assert len({(row.policy, row.trajectory, row.turn) for row in rows}) == len(rows) == 24
-    whole = {row.trajectory for row in before if row.policy == "normal" and row.turn == 2}
     kept = [row for row in rows if row in before]
-    assert {row.trajectory for row in kept if row.policy == "normal"} == whole
+    assert {(row.policy, row.trajectory, row.turn) for row in kept} == {
+        (row.policy, row.trajectory, row.turn) for row in before
+    }
+    asked = {(call.prompt, call.params.max_tokens) for call in engine.calls[1:]}  # but the warm-up
+    assert len(asked) == len(engine.calls) - 1 == 24 - len(before), "no turn is asked for twice"
     last = max((row.finished_ns for row in kept if row.policy == "normal"), default=0)
     assert all(row.released_ns >= last for row in rows if row.policy == "normal" and row not in before)
     assert load(out / "run.json")["status"] == "complete"

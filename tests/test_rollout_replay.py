@@ -165,6 +165,35 @@ def test_each_row_is_in_the_file_as_soon_as_its_turn_has_finished(tmp_path: Path
     sink.close()
 
 
+@given(traces, st.integers(0, 24), st.floats(0, 0.05))
+def test_a_replay_that_goes_on_asks_for_the_rest_alone_in_the_same_contexts(
+    trace: tuple[Trajectory, ...], many: int, step_s: float
+) -> None:
+    rows = replayed(FakeEngine(step_s=step_s), trace)
+    first = rows[:many]  # in the order in which they were done: each trajectory's from its first turn on
+    kept: dict[str, list[Row]] = defaultdict(list)
+    for row in first:
+        kept[row.trajectory].append(row)
+    since = max((row.finished_ns for row in first), default=0)
+    left = [each for each in trace if len(kept[each.id]) < len(each.turns)]
+    second: list[Row] = []
+    run_virtual(
+        replay(
+            FakeEngine(step_s=step_s), left, policy="fine", vocabulary=VOCABULARY, seed=3, done=second.append,
+            kept=kept, since_ns=since,
+        )
+    )  # fmt: skip
+    told, again = (
+        sorted((row.trajectory, row.turn, row.prompt_tokens, row.tokens) for row in some)
+        for some in (rows, [*first, *second])
+    )
+    assert again == told
+    ended = {(row.trajectory, row.turn): row.finished_ns for row in first}
+    for row in second:
+        if (row.trajectory, row.turn - 1) in ended:
+            assert row.released_ns + since >= ended[row.trajectory, row.turn - 1] + row.wait_ms * 1e6 - 1
+
+
 def test_a_broken_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text('{"policy": "fine"}\n')

@@ -68,7 +68,8 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._bells = bells
         self._lock = threading.Lock()
-        self._open = True
+        self._open, self._released = True, False
+        self._why: str | None = None
 
     @classmethod
     def create(cls, world: World, capacity: int = 1 << 20) -> Arena:
@@ -168,6 +169,8 @@ class Arena:
     @property
     def aborted(self) -> str | None:
         """Why the run was aborted, None while it goes on."""
+        if self._released:
+            return self._why
         who = self.u32[ABORT_AT // 4]
         return self._read_text(self._abort_text(who - 1)) if who else None
 
@@ -183,12 +186,19 @@ class Arena:
         Futex(self.address + region.bell).wake()
 
     def close(self) -> None:
-        """Close the descriptors; the memory goes with the last object that uses it. Idempotent."""
+        """Close the descriptors; the memory goes with the last object that uses it, the launcher's here. Idempotent."""
         with self._lock:
             if self._open:
                 self._open = False
                 for fd in self.fds:
                     os.close(fd)
+                if self.rank is None:
+                    self._why = self.aborted
+                    self._released = True
+                    for view in (self.u32, self.u64, self.bytes):
+                        view.release()
+                    with suppress(BufferError):  # somebody still looks at it
+                        self.memory.close()
 
     # -- texts --------------------------------------------------------------------------------------------------
 

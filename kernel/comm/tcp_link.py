@@ -22,11 +22,25 @@ def proof(token: str, nonce: bytes, rank: int) -> bytes:
     return hmac.new(token.encode(), nonce + struct.pack("!I", rank), hashlib.sha256).digest()
 
 
+def keep_alive(link: socket.socket, dead_s: float) -> None:
+    """Let the connection end by itself when the other host has not answered for about `dead_s` (0: the system's hours).
+
+    The hosts' kernels do this: a process that is stopped, or busy, still counts as alive.
+    """
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if dead_s:
+        third = max(1, round(dead_s / 3))
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, third)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, third)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * dead_s))
+
+
 class Link(asyncio.Protocol):
     """One end of a connection.
 
     peer: the rank at the other end, None until it has proved that. largest: bytes of the longest message that it may
-    send; a longer one ends the connection. received, lost, made: called in the event loop.
+    send; a longer one ends the connection. dead_s: see `keep_alive`. received, lost, made: called in the event loop.
     """
 
     def __init__(
@@ -35,11 +49,12 @@ class Link(asyncio.Protocol):
         received: Callable[[Link, bytes], None],
         lost: Callable[[Link], None],
         made: Callable[[Link], None] | None = None,
+        dead_s: float = 0.0,
     ) -> None:
         self.peer: int | None = None
         self.largest = largest
         self.nonce = os.urandom(NONCE)
-        self._received, self._lost, self._made = received, lost, made
+        self._received, self._lost, self._made, self._dead_s = received, lost, made, dead_s
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
 
@@ -48,7 +63,7 @@ class Link(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # a stream's transport is a Transport
         link = transport.get_extra_info("socket")
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(link, self._dead_s)
         if self._made is not None:
             self._made(self)
 

@@ -29,10 +29,14 @@ _RETRY_S: Final = 0.05
 
 
 class TcpRendezvous:
-    """`kernel.ports.Rendezvous` of one rank; made by `open`. deadline_s: as in `SharedRendezvous`."""
+    """`kernel.ports.Rendezvous` of one rank; made by `open`. deadline_s: as in `SharedRendezvous`. dead_s: as in
+    `keep_alive`.
+    """
 
-    def __init__(self, rank: int, size: int, token: str, deadline_s: float | None = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self, rank: int, size: int, token: str, deadline_s: float | None = None, dead_s: float = 0.0
+    ) -> None:
+        self.rank, self.size, self._dead_s = rank, size, dead_s
         self._token, self._deadline_s = token, deadline_s
         self._links: dict[int, Link] = {}
         self._number = 0
@@ -52,6 +56,7 @@ class TcpRendezvous:
         port: int = 0,
         deadline_s: float | None = None,
         connect_s: float = 60.0,
+        dead_s: float = 0.0,
         listening: Callable[[int], None] | None = None,
     ) -> TcpRendezvous:
         """Connect all ranks; returns once this rank is connected (rank 0: once everybody is).
@@ -60,7 +65,7 @@ class TcpRendezvous:
         connect_s: seconds to wait for the others. Raises UsageError when rank 0 cannot listen there, RankLost naming
         the ranks that are missing when the time is over.
         """
-        self = cls(rank, size, token, deadline_s)
+        self = cls(rank, size, token, deadline_s, dead_s)
         doing = f"rank {rank} connecting at {host}:{port}"
         try:
             async with asyncio.timeout(connect_s):
@@ -127,7 +132,9 @@ class TcpRendezvous:
 
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(lambda: Link(_HELLO.size, self._admit, self._ended, greet), host, port)
+            server = await loop.create_server(
+                lambda: Link(_HELLO.size, self._admit, self._ended, greet, self._dead_s), host, port
+            )
         except OSError as error:
             raise UsageError(f"rank 0 cannot listen at {host}:{port} ({error.strerror}): give a free port") from None
         try:
@@ -180,7 +187,7 @@ class TcpRendezvous:
 
         largest = _ROUND.size + self.size * _LARGEST_PART
         while True:
-            with_rank_0 = Link(largest, greeted, ended)
+            with_rank_0 = Link(largest, greeted, ended, dead_s=self._dead_s)
             try:
                 await loop.create_connection(lambda link=with_rank_0: link, host, port)  # type: ignore[misc]
             except OSError:  # rank 0 does not listen yet

@@ -1,0 +1,272 @@
+"""Two hosts, as two network namespaces joined by a cable: a world of 4 under torchrun, over TCP and gloo.
+
+The cable is pulled out, pulled for a moment, and made slow in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.replay import read_rows
+from tests.hosts_program import generate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parents[1]
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+WORLD = World(4, 2, 4)
+RUN = (
+    "turnstile", "rollout", "--world", "4", "--adp", "2", "--ep", "4", "--fraction", "0.03", "--turns", "6",
+    "--length-scale", "0.05", "--time-scale", "0", "--prefill-tokens", "64", "--rank-timeout", "4", "--json",
+)  # fmt: skip
+
+
+def _why_not() -> str:
+    if os.geteuid() != 0:
+        return "needs root"
+    if shutil.which("ip") is None:
+        return "needs `ip` (iproute2)"
+    name = f"turnstile-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"cannot make network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
+
+
+class Hosts:
+    """Two namespaces, their cable, and what was started in them."""
+
+    def __init__(self) -> None:
+        tag = f"{os.getpid() % 100000}"
+        self.names = (f"turnstile-{tag}-a", f"turnstile-{tag}-b")
+        self.ends = (f"tsa{tag}", f"tsb{tag}")
+        self.started: list[subprocess.Popen[str]] = []
+
+    def open(self) -> None:
+        for name in self.names:
+            self.ip("netns", "add", name)
+        self.ip("link", "add", self.ends[0], "netns", self.names[0], "type", "veth",
+                "peer", "name", self.ends[1], "netns", self.names[1])  # fmt: skip
+        for name, end, address in zip(self.names, self.ends, ADDRESSES, strict=True):
+            self.ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+            for link in (end, "lo"):
+                self.ip("-n", name, "link", "set", link, "up")
+
+    def close(self) -> None:
+        self.end()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def end(self) -> list[str]:
+        """Kill everything in the namespaces; what each torchrun said."""
+        said = []
+        for name in self.names:  # all that is left in it
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in found.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for process in self.started:
+            process.kill()
+            said.append(process.communicate()[1])
+        self.started.clear()
+        return said
+
+    def ip(self, *arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+    def cable(self, state: str) -> None:
+        """up, or down."""
+        self.ip("-n", self.names[1], "link", "set", self.ends[1], state)
+
+    def torchrun(self, *program: str) -> list[subprocess.Popen[str]]:
+        """One torchrun of two processes on each host."""
+        for number, name in enumerate(self.names):
+            command = [
+                "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run",
+                "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "2",
+                "--master-addr", ADDRESSES[0], "--master-port", "29500", "-m", *program,
+            ]  # fmt: skip
+            self.started.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                )
+            )
+        return self.started
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if why := _why_not():
+        pytest.skip(why)
+    made = Hosts()
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
+
+
+def until(true: Callable[[], Any], timeout_s: float = 240.0) -> Any:
+    end = time.monotonic() + timeout_s
+    while not (found := true()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+    return found
+
+
+def lines(out: Path) -> int:
+    with suppress(OSError):
+        return (out / "requests.jsonl").read_bytes().count(b"\n")
+    return 0
+
+
+def listening(name: str) -> dict[tuple[str, str], int]:
+    """(address, command line) -> port, of what processes in this namespace listen on over TCP."""
+    found = {}
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout.split()
+    for pid in pids:
+        sockets = set()
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    sockets.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+            for table in ("tcp", "tcp6"):
+                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == "0A" and fields[9] in sockets:
+                        where, _, port = fields[1].partition(":")
+                        found[where, command] = int(port, 16)
+    return found
+
+
+async def test_the_tokens_are_those_of_one_host(hosts: Hosts, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    sizes = [str(WORLD.size), str(WORLD.adp), str(WORLD.ep)]
+    first, second = hosts.torchrun("tests.hosts_program", str(tmp_path / "model"), str(tmp_path / "out"), *sizes)
+    for each in (first, second):
+        _, stderr = each.communicate(timeout=300)
+        assert each.returncode == 0, stderr
+    assert json.loads((tmp_path / "out").read_text()) == await generate(str(tmp_path / "model"), WORLD)
+
+
+def test_ranks_listen_at_the_addresses_given_only(hosts: Hosts, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    hosts.torchrun(*RUN, "--out", str(out))
+    until(lambda: lines(out) >= 1)
+    for name, address in zip(hosts.names, ADDRESSES, strict=True):
+        own = "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+        found = {
+            where
+            for where, command in listening(name)
+            # torchrun's own agent keeps its store, on all interfaces.
+            if "torch.distributed.run" not in command
+        }
+        assert found == {own}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Tokens of each turn of the run, from one host."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    subprocess.run(
+        [sys.executable, "-m", *RUN, "--out", str(out)], cwd=ROOT, check=True, capture_output=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return tokens(out)
+
+
+def tokens(out: Path) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {(row.trajectory, row.turn): row.tokens for row in read_rows(out / "requests.jsonl")}
+
+
+def test_a_cable_that_is_pulled_out_ends_the_run_and_names_the_host(
+    hosts: Hosts, undisturbed: dict[tuple[str, int], tuple[int, ...]], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    first, _ = hosts.torchrun(*RUN, "--out", str(out))
+    until(lambda: lines(out) >= 3 or first.poll() is not None)
+    hosts.cable("down")
+    # The command ends by itself; torchrun's agents may go on looking for each other.
+    try:
+        until(lambda: json.loads((out / "run.json").read_text())["status"] != "running", 60)
+        until(lambda: not _ranks(hosts), 60)
+    finally:
+        status, left, said = (out / "run.json").read_text(), _ranks(hosts), hosts.end()
+    assert json.loads(status)["status"] == "failed", (left, said)
+    [line] = [line for line in said[0].splitlines() if line.startswith("turnstile: ")]
+    assert re.fullmatch(
+        rf"turnstile: ranks 2, 3 at {re.escape(ADDRESSES[1])} have not answered for 4 s"
+        r" \(stopped, or the host or the link to it is down\); rank 2 [^\n]*; rank 3 [^\n]*",
+        line,
+    )
+    kept = tokens(out)
+    assert 3 <= len(kept) < len(undisturbed)
+    assert all(undisturbed[key] == found for key, found in kept.items())
+    hosts.cable("up")
+    again = hosts.torchrun(*RUN, "--out", str(out), "--resume")
+    for each in again:
+        _, stderr = each.communicate(timeout=300)
+        assert each.returncode == 0, stderr
+    assert tokens(out) == undisturbed
+
+
+def _ranks(hosts: Hosts) -> list[str]:
+    """Processes of the command, and of its ranks, in both namespaces."""
+    found = []
+    for name in hosts.names:
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        for pid in done.stdout.split():
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                if "turnstile rollout" in command and "torch.distributed.run" not in command:
+                    found.append(command)
+    return found
+
+
+@pytest.mark.parametrize("trouble", ["an outage", "latency and loss"])
+def test_a_run_whose_cable_is_only_bad_goes_on(
+    trouble: str, hosts: Hosts, undisturbed: dict[tuple[str, int], tuple[int, ...]], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    queue = ["tc", "-n", hosts.names[1], "qdisc", "add", "dev", hosts.ends[1], "root", "netem", "delay", "15ms", "5ms"]
+    if trouble != "an outage":
+        if shutil.which("tc") is None:
+            pytest.skip("needs `tc` (iproute2)")
+        tried = subprocess.run(queue, capture_output=True, text=True, check=False)
+        if tried.returncode:
+            pytest.skip(f"this kernel has no netem: {tried.stderr.strip()}")
+        subprocess.run([*queue[:4], "del", *queue[5:8]], check=True)
+    first, second = hosts.torchrun(*RUN, "--out", str(out))
+    until(lambda: lines(out) >= 3 or first.poll() is not None)
+    if trouble == "an outage":
+        hosts.cable("down")
+        time.sleep(1)
+        hosts.cable("up")
+    else:
+        subprocess.run([*queue, "loss", "1%"], check=True)
+    assert lines(out) < len(undisturbed), "it was hit in the middle"
+    for each in (first, second):
+        _, stderr = each.communicate(timeout=500)
+        assert each.returncode == 0, stderr
+    assert tokens(out) == undisturbed
