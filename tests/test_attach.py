@@ -149,7 +149,7 @@ class Scene:
         self.ranks = Ranks(WORLD, uvloop=False)
         try:
             self.ranks.start(scene, which, str(self.out), str(self.fifo))
-            end = time.monotonic() + 60
+            end = time.monotonic() + 240
             while not all(stuck_at(self.out, *mark) for mark in marks):
                 assert time.monotonic() < end, "the ranks did not get there"
                 time.sleep(0.02)
