@@ -129,7 +129,7 @@ async def until(true: Any, timeout_s: float = 60.0) -> Any:
 
 async def stop_in(pid: int, record: str, phase: str) -> str:
     """Stop the process at a moment when its record shows it in the phase; the clause that says so."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while time.monotonic() < end:
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: state(pid) == "T")
