@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kernel.record.layout import CLOSED_AT, EVENT, HEADER_AT, KIND_AT, USED_AT, WORD, Kind
+from kernel.record.layout import BEAT_AT, CLOSED_AT, EVENT, HEADER_AT, KIND_AT, USED_AT, WORD, Kind
 from kernel.record.reader import Recording, decode, parse_strings, read, read_bytes, read_head, unusable, whole
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class RingFollower:
 
     def _step(self, head: Head, before: Recording) -> None:
         """Take what is new."""
-        closed = self._words()[1]
+        _, closed, beat = self._words()
         slots: dict[int, bytes] = {}
         while True:
             found, lapped = self._stretch(head, self._next, min(AHEAD, head.capacity))
@@ -188,7 +188,8 @@ class RingFollower:
                 self._moved = max(self._moved, stamp - 1)
                 break
         self._held |= slots
-        self._recording = replace(before, closed_ns=closed or None, torn=len(self._awaited))
+        beat_ns = beat or None
+        self._recording = replace(before, closed_ns=closed or None, torn=len(self._awaited), beat_ns=beat_ns)
         if len(self._held) > HELD:
             kept = sorted(self._held)[-(HELD // 2) :]
             self._held = {stamp: self._held[stamp] for stamp in kept}
@@ -219,11 +220,12 @@ class RingFollower:
                     found[stamp] = one[slot : slot + EVENT.size]
         return found, lapped
 
-    def _words(self) -> tuple[int, int]:
+    def _words(self) -> tuple[int, int, int]:
         fixed: Any = read_bytes(self._fd, 0, HEADER_AT)
         if len(fixed) < HEADER_AT:
             raise unusable(self.path, "cut off inside its header")
-        return WORD.unpack_from(fixed, USED_AT)[0], WORD.unpack_from(fixed, CLOSED_AT)[0]
+        used, closed, beat = (WORD.unpack_from(fixed, at)[0] for at in (USED_AT, CLOSED_AT, BEAT_AT))
+        return used, closed, beat
 
     def _grow_strings(self, head: Head) -> None:
         """Read the strings that were added; after the events that name them."""
