@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel.record import read
@@ -64,6 +64,82 @@ def test_the_reader_gives_back_exactly_what_was_called(fake: Fake, program: st.D
     assert [fake.essence(event) for event in found] == expected
     recording = read(path)
     assert not any(event.text.startswith(BROKEN) for event in recording.events if event.kind is Kind.MARK)
+
+
+Plain = list[tuple[Any, ...]]
+
+
+def plain(path: Path | None) -> Plain:
+    """All that a ring says, but for times."""
+    assert path is not None
+    recording = read(path)
+    return [
+        (event.kind, event.group, event.seq, event.round, event.epoch, event.a, event.text, event.site)
+        for event in recording.events
+    ] + [("string", text) for text in sorted(recording.strings)]
+
+
+class Again:
+    """Hands out what it drew the first time, in the same order."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data, self._drawn, self._at = data, list[Any](), -1
+
+    def again(self) -> None:
+        self._at = 0
+
+    def draw(self, strategy: Any) -> Any:
+        if self._at >= 0:
+            self._at += 1
+            return self._drawn[self._at - 1]
+        self._drawn.append(self._data.draw(strategy))
+        return self._drawn[-1]
+
+
+@settings(max_examples=20)
+@given(program=st.data())
+def test_calls_that_were_seen_before_are_recorded_as_any_other(fake: Fake, program: st.DataObject) -> None:
+    """The quick way and the long one leave the same ring, to the last string, also when a call comes again."""
+    data: Any = Again(program)
+    rings = []
+    for quick in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not quick:
+                patch.setattr("kernel.comm.tap.groups.QUICK", {})
+            with record.install(fake.directory(), capacity=2048) as made:
+                for _ in range(3):
+                    fake.run(data)
+                    data.again()
+        rings.append(plain(made.path))
+    assert rings[0] == rings[1]
+
+
+def test_torch_calls_its_groups_in_a_form_that_the_quick_way_knows(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or every call would take the long one, which nobody would see but in its cost."""
+    from kernel.comm.tap.groups import Groups
+
+    seen: list[str] = []
+    long = Groups.before
+
+    def before(self: Groups, group: Any, shape_of: Any, args: Any, named: Any, name: str, key: Any = None) -> Any:
+        seen.append(name)
+        return long(self, group, shape_of, args, named, name, key)
+
+    monkeypatch.setattr(Groups, "before", before)
+    x, many = torch.ones(4), [torch.ones(4) for _ in range(SIZE)]
+    with record.install(fake.directory()):
+        for _ in range(3):
+            dist.all_reduce(x)
+            dist.broadcast(x, 0)
+            dist.reduce(x, 0)
+            dist.all_gather(many, x)
+            dist.all_gather_into_tensor(torch.ones(4 * SIZE), x)
+            dist.reduce_scatter_tensor(x, torch.ones(4 * SIZE))
+            dist.send(x, 1)
+            dist.recv(x, 1)
+    assert len(seen) == len(set(seen)) == 8
 
 
 def test_names_imported_before_are_seen_too(fake: Fake) -> None:

@@ -52,6 +52,7 @@ class RingFollower:
         self._head: Head | None = None
         self._recording: Recording | None = None
         self._strings = [""]
+        self._table: tuple[str, ...] = ("",)
         self._used = 0
         self._next = 0
         """Stamp of the next event: that of the newest one, plus one."""
@@ -80,8 +81,9 @@ class RingFollower:
                 events.append(event)
         first, self._anew, self._held = self._anew, None, {}
         if first is None:
-            return Look(replace(self._recording, events=events), fresh=False)
-        return Look(replace(self._recording, events=[*first.recording.events, *events]), fresh=True)
+            return Look(replace(self._recording, events=events, strings=self._table), fresh=False)
+        events = [*first.recording.events, *events]
+        return Look(replace(self._recording, events=events, strings=self._table), fresh=True)
 
     def hold(self) -> tuple[int, bool]:
         """Read what is new and keep it for the next look, which is cheaper than to look. Raises UsageError as `look`.
@@ -232,4 +234,4 @@ class RingFollower:
         used = min(self._words()[0], head.room)
         if used > self._used:
             self._strings += parse_strings(read_bytes(self._fd, head.strings_at + self._used, used - self._used))
-            self._used = used
+            self._used, self._table = used, tuple(self._strings)

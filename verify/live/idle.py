@@ -22,7 +22,9 @@ from typing import Final, NamedTuple
 
 BUSY: Final = 0.05
 """Share of one processor that a process with a few threads that only tick may use."""
-INPUT: Final = ("poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait")
+INPUT: Final = (
+    "poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait",
+)  # fmt: skip
 """What the name of the kernel's function has in which a thread waits for something from outside of its process."""
 OURS: Final = ("pt_", "gloo", "c10", "nccl", "cuda", "ProcessGroup")
 """How the names of the threads begin that torch and its backends start, and that wait for other ranks only."""
