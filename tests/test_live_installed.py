@@ -165,9 +165,10 @@ def test_nobody_is_missing_while_a_rank_may_be_at_work(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(LiveInstalled, "__post_init__", init)
     monkeypatch.setattr(Idle, "look", look)
-    fourth = Rank(tmp_path, 2, 4)  # takes the place of a ring: it has called nothing, and works
-    fourth.group("world", 0, 1, 2, 3)
-    fourth.text(Kind.DECISION, "loads data")
+    fourth = Rank(tmp_path, 2, 4)  # takes the place of a ring
+    again = fourth.group("world", 0, 1, 2, 3)
+    fourth.over(fourth.call(again))
+    fourth.call(again, asynchronous=True)  # what it lacks nobody waits for, and it is at work
     assert Job(tmp_path).look(4) is None
     idle_ones.add(2)
     found = Job(tmp_path).look(2)
@@ -193,9 +194,13 @@ def test_records_of_two_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
 # -- idle --------------------------------------------------------------------------------------------------------------
 
 
+RARELY = st.integers(0, 7).map(lambda each: each == 7)
+
+
 @given(
     steps=st.lists(
-        st.tuples(st.floats(0.1, 3.0), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 40)), max_size=12
+        st.tuples(st.floats(0.5, 3.0), RARELY, RARELY, RARELY.map(lambda each: not each), st.sampled_from([0, 1, 40])),
+        max_size=12,
     )
 )
 def test_idle_means_that_nothing_happened_for_the_whole_time(steps: list[tuple[float, bool, bool, bool, int]]) -> None:
@@ -281,6 +286,17 @@ def test_following_comes_to_what_reading_comes_to(tmp_path_factory: pytest.TempP
     assert (live.unknown, live.remarks, live.whole) == (whole.unknown, whole.remarks, whole.whole)
     assert sum(item.done for item in live.items) <= min(over["completed"], 2 * len(groups))
     follower.close()
+
+
+def test_an_open_call_is_never_forgotten(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0)
+    group = rank.group("world", 0, 1)
+    rank.call(group, asynchronous=True)
+    rank.over(*(rank.call(group) for _ in range(20)))
+    live = LiveInstalled(read(rank.recorder.path))
+    live.forget(2)
+    assert [item.sequence for item in live.open] == [0]
+    assert [item.sequence for item in live.items] == [0, 19, 20]
 
 
 def test_an_agent_sends_every_call_also_those_without_a_number(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -112,6 +113,50 @@ def test_calls_that_were_seen_before_are_recorded_as_any_other(fake: Fake, progr
                     data.again()
         rings.append(plain(made.path))
     assert rings[0] == rings[1]
+
+
+def variants(fake: Fake) -> None:
+    """Calls that differ in one argument each, all of a kind from one line, twice."""
+    reductions = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
+    tensors = [torch.ones(3), torch.ones(5), torch.ones(3, dtype=torch.int64)]
+    groups = [fake.groups["default_pg"], fake.groups["odd"]]
+    works = []
+    for _ in range(2):
+        for x, group, later, at in itertools.product(tensors, groups, (False, True), range(2)):
+            many, rank = group.size(), (0, 2)[at]
+            for op in reductions:
+                works.append(dist.all_reduce(x, op, group=group, async_op=later))
+                works.append(dist.reduce(x, rank, op, group=group, async_op=later))
+                out = torch.ones(many * len(x), dtype=x.dtype)
+                works.append(dist.reduce_scatter_tensor(x, out, op, group=group, async_op=later))
+            works.append(dist.broadcast(x, rank, group=group, async_op=later))
+            works.append(dist.all_gather_into_tensor(out, x, group=group, async_op=later))
+            outs = [torch.ones(2 + at * n, dtype=x.dtype) for n in range(many)]
+            works.append(dist.all_gather(outs, x[:2], group=group, async_op=later) if not at else None)
+            works.append(dist.isend(x, 2 + at if many > 3 else 2, group=group, tag=at))
+            works.append(dist.irecv(x, 2 + at if many > 3 else 2, group=group, tag=at))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def test_no_argument_is_forgotten_of_a_call_like_one_before(fake: Fake) -> None:
+    rings = []
+    for quick in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not quick:
+                patch.setattr("kernel.comm.tap.groups.QUICK", {})
+            with record.install(fake.directory()) as made:
+                variants(fake)
+        # Whether a call without a wait is known to be over in time is up to a thread.
+        rings.append([each for each in plain(made.path) if each[0] not in (Kind.CALL_DONE, Kind.CALL_WAIT)])
+    calls = [[each for each in ring if each[0] == Kind.CALL] for ring in rings]
+    assert len(calls[0]) > 500
+    one, other = (
+        [(group, seq, given, taken, text, site) for _, group, seq, given, _, taken, text, site in each]
+        for each in calls
+    )
+    assert one == other
 
 
 def test_torch_calls_its_groups_in_a_form_that_the_quick_way_knows(
