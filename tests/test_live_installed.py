@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernel.errors import UsageError
@@ -197,6 +197,10 @@ def test_records_of_two_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
 RARELY = st.integers(0, 7).map(lambda each: each == 7)
 
 
+@example([(3.0, False, False, True, 0), (3.0, True, False, True, 0)])
+@example([(3.0, False, False, True, 0), (3.0, False, True, True, 0)])
+@example([(3.0, False, False, True, 0), (1.0, False, False, False, 0), (3.0, False, False, True, 0)])
+@example([(3.0, False, False, True, 0), (6.0, False, False, True, 0)])
 @given(
     steps=st.lists(
         st.tuples(st.floats(0.5, 3.0), RARELY, RARELY, RARELY.map(lambda each: not each), st.sampled_from([0, 1, 40])),

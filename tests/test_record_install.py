@@ -133,8 +133,9 @@ def variants(fake: Fake) -> None:
             works.append(dist.all_gather_into_tensor(out, x, group=group, async_op=later))
             outs = [torch.ones(2 + at * n, dtype=x.dtype) for n in range(many)]
             works.append(dist.all_gather(outs, x[:2], group=group, async_op=later) if not at else None)
-            works.append(dist.isend(x, 2 + at if many > 3 else 2, group=group, tag=at))
-            works.append(dist.irecv(x, 2 + at if many > 3 else 2, group=group, tag=at))
+            for peer, tag in ((2, 0), (3, 0), (2, 1), (3, 1)):
+                works.append(dist.isend(x, peer, group=group, tag=tag))
+                works.append(dist.irecv(x, peer, group=group, tag=tag))
     for work in works:
         if work is not None:
             work.wait()

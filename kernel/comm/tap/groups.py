@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kernel.comm.tap.shapes import Shape
     from kernel.comm.tap.watch import Watch
 
+_WAIT, _DONE = int(Kind.CALL_WAIT), int(Kind.CALL_DONE)
 DTYPES: dict[Any, str] = {}
 
 
@@ -60,7 +61,9 @@ class Groups:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _method(self, original: Any, name: str) -> Callable[..., Any]:
-        local, shape_of, quick = self.local, SHAPES[name], QUICK.get(name)
+        local, shape_of, kinds = self.local, SHAPES[name], self._kinds
+        count, parts_of = QUICK.get(name, (-1, None))
+        works, forget = self.works, self._forget
 
         def call(group: Any, *args: Any, **named: Any) -> Any:
             if self.off or getattr(local, "busy", False):
@@ -68,8 +71,8 @@ class Groups:
             local.busy = True
             try:
                 note: Any = None
-                if quick is not None and not named and len(args) == quick[0]:
-                    note = self.again(group, quick[1], args, name)
+                if parts_of is not None and not named and len(args) == count:
+                    note = self.again(group, parts_of, args, name)
                 if type(note) is not Note:
                     note = self.before(group, shape_of, args, named, name, note)
                 try:
@@ -77,7 +80,10 @@ class Groups:
                 except BaseException as error:
                     self.after(note, None, error)
                     raise
-                self.after(note, result, None)
+                if note is not None and note.on_host and type(result) in kinds:
+                    works[ref(result, forget)] = note  # as `after` would
+                else:
+                    self.after(note, result, None)
                 return result
             finally:
                 local.busy = False
@@ -241,7 +247,7 @@ class Groups:
         return [] if found is None else found if isinstance(found, list) else [found]
 
     def _waits(self, original: Any) -> Callable[..., Any]:
-        works, known = self.works, self.notes
+        works, notes, local, write = self.works, self.notes, self.local, self.notes.write
 
         def wait(work: Any, *args: Any, **named: Any) -> Any:
             one = works.get(ref(work))
@@ -249,28 +255,36 @@ class Groups:
                 return original(work, *args, **named)
             if type(one) is Note and one.on_host and one.call.peer != -1:
                 return simple(one, work, args, named)
-            notes = self._opened(work)
-            if not notes:
+            opened = self._opened(work)
+            if not opened:
                 return original(work, *args, **named)
             try:
                 result = original(work, *args, **named)
             except BaseException as error:
-                self._waited(work, notes, error)
+                self._waited(work, opened, error)
                 raise
-            self._waited(work, notes, None)
+            self._waited(work, opened, None)
             return result
 
         def simple(note: Note, work: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             """As above, for one call whose Work says when it is over."""
             if note.done:
                 return original(work, *args, **named)
-            known.wait(note)
+            number, group = 0, note.group.group.number
+            try:
+                number = local.number if hasattr(local, "number") else notes.thread()
+                site = notes.site()[0] if note.call.asynchronous else 0
+                write(_WAIT, group, 0, 0, number, note.number, 0, site)
+            except Exception as error:
+                notes.broken("a wait", error)
             try:
                 result = original(work, *args, **named)
             except BaseException as error:
                 self._waited(work, [note], error)
                 raise
-            known.done(note)
+            if not note.done:
+                note.done = True
+                write(_DONE, group, -1, 0, number, note.number, 0, 0)
             return result
 
         return wait

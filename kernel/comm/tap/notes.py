@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 
@@ -90,7 +90,7 @@ class Notes:
         """(id of an exception, number of the call that raised it), the newest ones."""
         self.newest = 0
         """One more than the number of the newest call's event."""
-        self._groups: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+        self._groups: dict[ref[Any], Known] = {}
         self._named: Counter[str] = Counter()
         self._labels: dict[Any, Known] = {}
         self._channels: dict[Channel, list[int]] = {}
@@ -162,7 +162,7 @@ class Notes:
 
     def group(self, process_group: Any) -> Known:
         """What is known of a process group, from its first call on."""
-        known = self._groups.get(process_group)
+        known = self._groups.get(ref(process_group))
         return known if known is not None else self._new_group(process_group)
 
     def plain(self, name: str, ranks: Sequence[int] | None, backend: str = "host", key: Any = None) -> Known:
@@ -180,7 +180,7 @@ class Notes:
         from torch.distributed import distributed_c10d as c10d
 
         with self._lock:
-            if (known := self._groups.get(process_group)) is not None:
+            if (known := self._groups.get(ref(process_group))) is not None:
                 return known
             ranks: list[int] | None = None
             try:
@@ -199,7 +199,7 @@ class Notes:
             except Exception:
                 pass
             known = self._add(name, ranks, backend, max(0, base), backend != "gloo")
-            self._groups[process_group] = known
+            self._groups[ref(process_group, self._groups.pop)] = known
             return known
 
     def _add(self, name: str, ranks: Sequence[int] | None, backend: str, base: int, certain: bool) -> Known:
