@@ -105,6 +105,17 @@ def returns_alive() -> None:
     dist.all_reduce(x)
 
 
+def serves() -> None:
+    """The same, but what it waits for is up to another thread, of which there is none."""
+    import threading
+
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        threading.Event().wait()
+    dist.all_reduce(x)
+
+
 def other_operation() -> None:
     """Rank 0 reduces while rank 1 broadcasts."""
     x = train()

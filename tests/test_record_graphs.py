@@ -176,7 +176,7 @@ def verdict(capsys: pytest.CaptureFixture[str], out: Path) -> tuple[int, dict[st
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings of this process count as those of one that has been silent for long."""
-    monkeypatch.setattr("verify.readers.installed._age", lambda recording: None)
+    monkeypatch.setattr("verify.readers.installed._age", lambda *_: None)
 
 
 @pytest.mark.usefixtures("quiet")

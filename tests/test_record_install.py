@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -11,11 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel.record import read
-from kernel.record.foreign import BROKEN, Captured, call_of, captured_of, groups_of, threads_of
+from kernel.record.foreign import BROKEN, call_of
 from kernel.record.layout import Kind
 from tests.installed import SIZE, Fake, one_rank
 from turnstile import record
@@ -64,6 +63,127 @@ def test_the_reader_gives_back_exactly_what_was_called(fake: Fake, program: st.D
     assert [fake.essence(event) for event in found] == expected
     recording = read(path)
     assert not any(event.text.startswith(BROKEN) for event in recording.events if event.kind is Kind.MARK)
+
+
+Plain = list[tuple[Any, ...]]
+
+
+def plain(path: Path | None) -> Plain:
+    """All that a ring says, but for times."""
+    assert path is not None
+    recording = read(path)
+    return [
+        (event.kind, event.group, event.seq, event.round, event.epoch, event.a, event.text, event.site)
+        for event in recording.events
+    ] + [("string", text) for text in sorted(recording.strings)]
+
+
+class Again:
+    """Hands out what it drew the first time, in the same order."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self._data, self._drawn, self._at = data, list[Any](), -1
+
+    def again(self) -> None:
+        self._at = 0
+
+    def draw(self, strategy: Any) -> Any:
+        if self._at >= 0:
+            self._at += 1
+            return self._drawn[self._at - 1]
+        self._drawn.append(self._data.draw(strategy))
+        return self._drawn[-1]
+
+
+@settings(max_examples=20)
+@given(program=st.data())
+def test_calls_that_were_seen_before_are_recorded_as_any_other(fake: Fake, program: st.DataObject) -> None:
+    """The quick way and the long one leave the same ring, to the last string, also when a call comes again."""
+    data: Any = Again(program)
+    rings = []
+    for quick in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not quick:
+                patch.setattr("kernel.comm.tap.groups.QUICK", {})
+            with record.install(fake.directory(), capacity=2048) as made:
+                for _ in range(3):
+                    fake.run(data)
+                    data.again()
+        rings.append(plain(made.path))
+    assert rings[0] == rings[1]
+
+
+def variants(fake: Fake) -> None:
+    """Calls that differ in one argument each, all of a kind from one line, twice."""
+    reductions = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
+    tensors = [torch.ones(3), torch.ones(5), torch.ones(3, dtype=torch.int64)]
+    groups = [fake.groups["default_pg"], fake.groups["odd"]]
+    works = []
+    for _ in range(2):
+        for x, group, later, at in itertools.product(tensors, groups, (False, True), range(2)):
+            many, rank = group.size(), (0, 2)[at]
+            for op in reductions:
+                works.append(dist.all_reduce(x, op, group=group, async_op=later))
+                works.append(dist.reduce(x, rank, op, group=group, async_op=later))
+                out = torch.ones(many * len(x), dtype=x.dtype)
+                works.append(dist.reduce_scatter_tensor(x, out, op, group=group, async_op=later))
+            works.append(dist.broadcast(x, rank, group=group, async_op=later))
+            works.append(dist.all_gather_into_tensor(out, x, group=group, async_op=later))
+            outs = [torch.ones(2 + at * n, dtype=x.dtype) for n in range(many)]
+            works.append(dist.all_gather(outs, x[:2], group=group, async_op=later) if not at else None)
+            for peer, tag in ((2, 0), (3, 0), (2, 1), (3, 1)):
+                works.append(dist.isend(x, peer, group=group, tag=tag))
+                works.append(dist.irecv(x, peer, group=group, tag=tag))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def test_no_argument_is_forgotten_of_a_call_like_one_before(fake: Fake) -> None:
+    rings = []
+    for quick in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not quick:
+                patch.setattr("kernel.comm.tap.groups.QUICK", {})
+            with record.install(fake.directory()) as made:
+                variants(fake)
+        # Whether a call without a wait is known to be over in time is up to a thread.
+        rings.append([each for each in plain(made.path) if each[0] not in (Kind.CALL_DONE, Kind.CALL_WAIT)])
+    calls = [[each for each in ring if each[0] == Kind.CALL] for ring in rings]
+    assert len(calls[0]) > 500
+    one, other = (
+        [(group, seq, given, taken, text, site) for _, group, seq, given, _, taken, text, site in each]
+        for each in calls
+    )
+    assert one == other
+
+
+def test_torch_calls_its_groups_in_a_form_that_the_quick_way_knows(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or every call would take the long one, which nobody would see but in its cost."""
+    from kernel.comm.tap.groups import Groups
+
+    seen: list[str] = []
+    long = Groups.before
+
+    def before(self: Groups, group: Any, shape_of: Any, args: Any, named: Any, name: str, key: Any = None) -> Any:
+        seen.append(name)
+        return long(self, group, shape_of, args, named, name, key)
+
+    monkeypatch.setattr(Groups, "before", before)
+    x, many = torch.ones(4), [torch.ones(4) for _ in range(SIZE)]
+    with record.install(fake.directory()):
+        for _ in range(3):
+            dist.all_reduce(x)
+            dist.broadcast(x, 0)
+            dist.reduce(x, 0)
+            dist.all_gather(many, x)
+            dist.all_gather_into_tensor(torch.ones(4 * SIZE), x)
+            dist.reduce_scatter_tensor(x, torch.ones(4 * SIZE))
+            dist.send(x, 1)
+            dist.recv(x, 1)
+    assert len(seen) == len(set(seen)) == 8
 
 
 def test_names_imported_before_are_seen_too(fake: Fake) -> None:
@@ -321,91 +441,3 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     assert made.path is None
     dist.all_reduce(torch.ones(2))
     record.decision("nobody hears")
-
-
-def run_script(script: Path, *arguments: str, code: int = 0, **environment: str) -> str:
-    """Run a script of its own process; what it said on standard error."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120, check=False,
-        env={**clean, "PYTHONPATH": str(HOUSE), **environment},
-    )  # fmt: skip
-    assert ended.returncode == code, ended.stderr
-    return ended.stderr
-
-
-def test_rank_from_the_environment_or_from_the_default_group(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import sys, torch, torch.distributed as dist\n"
-        "from turnstile import record\n"
-        "made = record.install(sys.argv[1])\n"
-        "print(made.path, file=sys.stderr)\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "dist.all_reduce(torch.ones(2))\n"
-    )
-    assert run_script(script, str(tmp_path / "late")).splitlines()[0] == "None"
-    assert [event.operation for event in events(tmp_path / "late")] == ["all_reduce"]
-    assert "rank0.ring" in run_script(script, str(tmp_path / "early"), RANK="0", WORLD_SIZE="1")
-    assert [event.operation for event in events(tmp_path / "early")] == ["INIT", "all_reduce"]
-
-
-def test_an_exception_that_nobody_catches_is_the_last_word(tmp_path: Path) -> None:
-    script = tmp_path / "raises.py"
-    script.write_text(
-        "import sys\nfrom turnstile import record\nrecord.install(sys.argv[1], rank=0)\n"
-        "def step():\n    raise KeyError('tokens')\nstep()\n"
-    )
-    assert "KeyError: 'tokens'" in run_script(script, str(tmp_path / "run"), code=1)
-    (event,) = READER.read(tmp_path / "run").events
-    assert (event.kind, event.operation) == (What.EXIT, "KeyError: 'tokens'")
-    assert event.site is not None
-    assert (event.site.line, event.site.function) == (5, "step")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "forks.py"
-    script.write_text(
-        "import os, sys\n"
-        "from turnstile import record\n"
-        "made = record.install(sys.argv[1], rank=0)\n"
-        "if (child := os.fork()) == 0:\n"
-        "    record.decision('of the child')\n"
-        "    sys.exit(0)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert made.active\n"
-        "record.decision('of the parent')\n"
-    )
-    run_script(script, str(tmp_path / "run"))
-    recording = read(tmp_path / "run" / "record" / "rank0.ring")
-    assert [event.text for event in recording.events if event.kind is Kind.DECISION] == ["of the parent"]
-    assert recording.events[-1].kind is Kind.DECISION
-    assert recording.closed_ns is not None
-    assert recording.closed_ns > recording.events[-1].time_ns
-
-
-def test_the_record_of_a_program_needs_no_torch_before_it_is_asked_for() -> None:
-    code = (
-        "import sys; from turnstile import record; record.decision('unheard'); record.uninstall();"
-        " assert record.install; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=HOUSE, timeout=60)
-
-
-ODD = (
-    "[]", "[1]", "[[]]", "[1,2,3,4,5,6]", '[true,"a",[0],"",0,true]', '["x","","",null,null,"","",-1,0,"",false,""]',
-    '["x","","",null,null,"","",1,1e9,"",false,""]', "[[1,2,3,4,5,6]]", "[[-1,0,0,0]]", '[["a",0,0,0]]', "[" * 5000,
-)  # fmt: skip
-
-
-# -- texts -------------------------------------------------------------------------------------------------------------
-
-
-@given(head=st.sampled_from(["", "group ", "thread "]), tail=st.text(max_size=60) | st.sampled_from(ODD))
-def test_strings_of_any_kind_are_read_or_left_out(head: str, tail: str) -> None:
-    text = head + tail
-    assert call_of(text) is None or isinstance(call_of(text), tuple)
-    assert captured_of(text) is None or all(isinstance(call, Captured) for call in captured_of(text) or [])
-    assert isinstance(groups_of([text]), dict)
-    assert isinstance(threads_of([text]), dict)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kernel.record.layout import CLOSED_AT, EVENT, HEADER_AT, KIND_AT, USED_AT, WORD, Kind
+from kernel.record.layout import BEAT_AT, CLOSED_AT, EVENT, HEADER_AT, KIND_AT, USED_AT, WORD, Kind
 from kernel.record.reader import Recording, decode, parse_strings, read, read_bytes, read_head, unusable, whole
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class RingFollower:
         self._head: Head | None = None
         self._recording: Recording | None = None
         self._strings = [""]
+        self._table: tuple[str, ...] = ("",)
         self._used = 0
         self._next = 0
         """Stamp of the next event: that of the newest one, plus one."""
@@ -80,8 +81,9 @@ class RingFollower:
                 events.append(event)
         first, self._anew, self._held = self._anew, None, {}
         if first is None:
-            return Look(replace(self._recording, events=events), fresh=False)
-        return Look(replace(self._recording, events=[*first.recording.events, *events]), fresh=True)
+            return Look(replace(self._recording, events=events, strings=self._table), fresh=False)
+        events = [*first.recording.events, *events]
+        return Look(replace(self._recording, events=events, strings=self._table), fresh=True)
 
     def hold(self) -> tuple[int, bool]:
         """Read what is new and keep it for the next look, which is cheaper than to look. Raises UsageError as `look`.
@@ -165,7 +167,7 @@ class RingFollower:
 
     def _step(self, head: Head, before: Recording) -> None:
         """Take what is new."""
-        closed = self._words()[1]
+        _, closed, beat = self._words()
         slots: dict[int, bytes] = {}
         while True:
             found, lapped = self._stretch(head, self._next, min(AHEAD, head.capacity))
@@ -188,7 +190,8 @@ class RingFollower:
                 self._moved = max(self._moved, stamp - 1)
                 break
         self._held |= slots
-        self._recording = replace(before, closed_ns=closed or None, torn=len(self._awaited))
+        beat_ns = beat or None
+        self._recording = replace(before, closed_ns=closed or None, torn=len(self._awaited), beat_ns=beat_ns)
         if len(self._held) > HELD:
             kept = sorted(self._held)[-(HELD // 2) :]
             self._held = {stamp: self._held[stamp] for stamp in kept}
@@ -219,15 +222,16 @@ class RingFollower:
                     found[stamp] = one[slot : slot + EVENT.size]
         return found, lapped
 
-    def _words(self) -> tuple[int, int]:
+    def _words(self) -> tuple[int, int, int]:
         fixed: Any = read_bytes(self._fd, 0, HEADER_AT)
         if len(fixed) < HEADER_AT:
             raise unusable(self.path, "cut off inside its header")
-        return WORD.unpack_from(fixed, USED_AT)[0], WORD.unpack_from(fixed, CLOSED_AT)[0]
+        used, closed, beat = (WORD.unpack_from(fixed, at)[0] for at in (USED_AT, CLOSED_AT, BEAT_AT))
+        return used, closed, beat
 
     def _grow_strings(self, head: Head) -> None:
         """Read the strings that were added; after the events that name them."""
         used = min(self._words()[0], head.room)
         if used > self._used:
             self._strings += parse_strings(read_bytes(self._fd, head.strings_at + self._used, used - self._used))
-            self._used = used
+            self._used, self._table = used, tuple(self._strings)

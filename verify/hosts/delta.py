@@ -59,7 +59,13 @@ class Sender:
         self, sent: _Sent, events: Iterable[Event], facts: Facts, row: Row | None, unsure: tuple[str, ...]
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        now, place = {_key(event): event for event in events}, -1
+        now: dict[str, Event] = {}
+        for event in events:
+            key, more = _key(event), 1
+            while (unique := key if more == 1 else f"{key} ({more})") in now:
+                more += 1
+            now[unique] = event
+        place = -1
         if gone := [key for key in sent.events if key not in now]:
             found["drop"] = gone
             for key in gone:
@@ -88,7 +94,7 @@ def _key(event: Event) -> str:
     if event.calls and event.communicator is not None and event.sequence is not None and not event.parts:
         ends = "" if event.peer is None else f" {event.kind} {event.peer}"
         return f"{event.communicator.name[:200]}#{event.sequence}{ends}"
-    return "last"
+    return f"last {event.thread}".rstrip()
 
 
 @dataclass

@@ -27,6 +27,10 @@ stopped by a signal plays no part, nor does silence: a slow or stopped rank make
 Besides rings: a rank that raised, or ended, while others wait in what it has not called; and calls that meet and
 differ. These are facts that no later event takes back. Where a rank gave up because of another one's end it is a
 consequence, and never blamed.
+
+A job of another program (`turnstile.record.install`) makes no promise to come back, so there is one case more: a rank
+that others wait for and that lives, is idle and will not go on by itself, while all ranks of the job stand
+(`verify.live.installed`). A slow rank, one that computes, reads or waits for input is none of these.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ class Check:
         # What is certain needs a rank that stands, or one that has ended: a run that moves costs no graph.
         if not always and (self.diagnosis is not None or not still):
             return None
-        self.newest = diagnosis = diagnose_found(look.found, quiet=False)
+        self.newest = diagnosis = diagnose_found(look.found, quiet=look.idle is not None and look.idle <= still)
         self.ring = ring_of(diagnosis, look, still)
         if self.diagnosis is not None or not (self._fact(diagnosis, look, still) or self.ring):
             return None
@@ -80,9 +84,10 @@ class Check:
         verdict = diagnosis.verdict
         if verdict.certainty is not Certainty.CERTAIN or verdict.condition:
             return False
-        if verdict.cls in (Class.EXCEPTION, Class.MISSING):
+        if verdict.cls in (Class.EXCEPTION, Class.MISSING, Class.OUTSIDE):
             hosts = diagnosis.situation.hosts
             gone = {host.rank for host in hosts if host.standing in (Standing.RAISED, Standing.EXITED)} & set(still)
+            gone |= (look.idle or frozenset()) & set(still)
             blamed = set(verdict.ranks)
             return bool(blamed) and blamed <= gone and not any(look.facts[rank].gave_up for rank in blamed)
         # By other lines alone they may be the same call: that is a hint, and no alarm.

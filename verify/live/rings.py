@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.errors import UsageError
 from kernel.record import Kind, RingFollower
-from verify import runs
+from verify import runs, words
+from verify.live.installed import LiveInstalled, of_live
 from verify.live.process import GONE, boot_id, writer_state
 from verify.live.ring import LiveRing
+from verify.readers.installed import is_installed
 from verify.readers.record import CONSEQUENCE, of_rings, world_of
 
 if TYPE_CHECKING:
@@ -48,12 +50,14 @@ class Facts(NamedTuple):
 class Look:
     """All ranks, each read at some moment between the beginning and the end of the look.
 
-    whole: something is known of all of them.
+    whole: something is known of all of them. idle: None, or the ranks that live, wait for nothing that is recorded and
+    will not go on by themselves, where all others wait or have ended (`verify.live.installed`).
     """
 
     found: Found
     facts: dict[int, Facts]
     whole: bool = True
+    idle: frozenset[int] | None = None
 
     @property
     def ended(self) -> bool:
@@ -66,7 +70,7 @@ class _Rank:
 
     def __init__(self, path: Path) -> None:
         self.follower = RingFollower(path)
-        self.ring: LiveRing | None = None
+        self.ring: LiveRing | LiveInstalled | None = None
         self.step: Step | None = None
         self.number = -1
         self.process: str | None = None
@@ -82,9 +86,19 @@ class _Rank:
         if step.fresh or self.ring is None:
             if self.ring is None or not _same(self.ring.recording, recording):
                 self.process = writer_state(recording, boot)
-            self.ring = LiveRing(recording, world_of([recording]), None, self._runs)
-        self.ring.recording = recording
-        self.ring.take(recording.events)
+            if is_installed(recording):
+                self.ring = LiveInstalled(recording)
+            else:
+                self.ring = LiveRing(recording, world_of([recording]), None, self._runs)
+                self.ring.take(recording.events)
+        elif isinstance(self.ring, LiveInstalled):
+            self.ring.take(recording)
+        else:
+            self.ring.recording = recording
+            self.ring.take(recording.events)
+        if isinstance(self.ring, LiveInstalled):
+            self.ring.process = self.process
+            self.ring.look_idle()
         self.ring.forget(KEEP)
         self.number = max((e.number for e in recording.events if e.kind is not Kind.MARK), default=self.number)
         self.step = step
@@ -99,10 +113,12 @@ class _Rank:
     def _runs(self, recording: Recording) -> bool | None:
         return None if self.process is None else self.process not in GONE
 
-    def facts(self) -> Facts:
-        """What the newest look told."""
+    def facts(self, gave_up: bool = False) -> Facts:
+        """What the newest look told. gave_up: of an installed record, that it left because of another rank."""
         assert self.ring is not None
         ring, recording = self.ring, self.ring.recording
+        if isinstance(ring, LiveInstalled):
+            return self._installed(ring, gave_up)
         raised = ring.raised.text if ring.raised is not None else ""
         gone = self.process is not None and self.process in GONE
         return Facts(
@@ -113,6 +129,19 @@ class _Rank:
             gave_up=raised.startswith(CONSEQUENCE),
             busy=ring.busy,
             process="" if recording.closed_ns is not None else self.process,
+        )
+
+    def _installed(self, ring: LiveInstalled, gave_up: bool) -> Facts:
+        closed = ring.recording.closed_ns is not None
+        gone = self.process is not None and self.process in GONE
+        return Facts(
+            number=self.number,
+            clear=not ring.lost_graphs,
+            ended=ring.ended,
+            failed=ring.raised is not None or (gone and not closed),
+            gave_up=gave_up,
+            busy=ring.busy,
+            process="" if closed and ring.ended else self.process,
         )
 
 
@@ -141,6 +170,11 @@ class Rings:
     def steps(self) -> dict[int, Step]:
         """What the newest look read of each ring."""
         return {rank: each.step for rank, each in sorted(self._ranks.items()) if each.step is not None}
+
+    @property
+    def installed(self) -> dict[int, LiveInstalled]:
+        """The rings that `turnstile.record.install` left."""
+        return {rank: one.ring for rank, one in sorted(self._ranks.items()) if isinstance(one.ring, LiveInstalled)}
 
     def peek(self) -> dict[int, tuple[int, bool, bool]]:
         """What can be seen at little cost: of each rank the number of its newest event that is more than a remark,
@@ -174,7 +208,18 @@ class Rings:
                 trouble = error
         if not self._ranks:
             raise trouble or UsageError(f"run {str(self.run)!r}: no rank<k>.ring in it: it has left nothing to see")
-        rings = {rank: one.ring for rank, one in sorted(self._ranks.items()) if one.ring is not None}
+        installed = self.installed
+        if installed and len(installed) == len(self._ranks):
+            found, gave_up, idle = of_live(installed, self.run.name)
+            facts = {rank: one.facts(rank in gave_up) for rank, one in sorted(self._ranks.items())}
+            return Look(found, facts, idle=idle)
+        if installed:
+            ours = sorted(self._ranks.keys() - installed.keys())
+            raise UsageError(
+                f"run {str(self.run)!r}: {words.ranks(installed)} installed a record, {words.ranks(ours)} did not: give"
+                " the directory of one job"
+            )
+        rings = {rank: one.ring for rank, one in sorted(self._ranks.items()) if isinstance(one.ring, LiveRing)}
         world = world_of(ring.recording for ring in rings.values())
         for ring in rings.values():
             ring.of_world(world)

@@ -13,7 +13,7 @@ about to do something: if it waits for nothing, it is not known what it does.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +26,7 @@ from verify.readers.installed_ring import Ring
 from verify.readers.record import alive
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kernel.record import Recording
     from verify.readers.installed_ring import Item
@@ -48,24 +48,43 @@ class _Rank:
     ring: Ring
     age_s: float | None
     """Seconds since it moved, of a process that runs here."""
+    runs: bool | None
     left: Event | None = None
     by_call: Item | None = None
     """The call whose exception it left by."""
+    unknown: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
 
 def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
     """What the rings of some ranks tell, read at about one moment."""
     rings = {rank: Ring(recording) for rank, recording in sorted(recordings.items())}
+    return of_rings(rings, source, patience_s)[0]
+
+
+def of_rings(
+    rings: Mapping[int, Ring],
+    source: str,
+    patience_s: float = 5.0,
+    running: Callable[[Recording], bool | None] = alive,
+) -> tuple[Found, frozenset[int]]:
+    """The same of rings that were taken, and the ranks that left because of another one.
+
+    running: whether the process of a ring runs, None where that cannot be seen.
+    """
     everybody = set(rings)
-    for ring in rings.values():
+    ranks: dict[int, _Rank] = {}
+    for rank, ring in rings.items():
         everybody |= ring.everybody
-    ranks = {rank: _Rank(ring, _age(ring.recording)) for rank, ring in rings.items()}
+        runs = running(ring.recording)
+        ranks[rank] = _Rank(ring, _age(ring, runs), runs)
     for each in ranks.values():
         _leave(each)
     events: list[Event] = []
     remarks: list[tuple[int, str]] = []
     unknown: list[str] = []
     lively: set[int] = set()
+    gave_up: set[int] = set()
     for rank, each in ranks.items():
         consequence = each.by_call is not None and _consequence(rank, each, ranks)
         if consequence and each.by_call is not None:
@@ -73,6 +92,7 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
             unknown.append(f"{source}: rank {rank}: left because of another one: {each.by_call.failed[:200]}")
             each.by_call.done = False
             each.ring.waits[0] = each.by_call.number
+            gave_up.add(rank)
         mine = each.ring.events()
         last = [] if consequence or each.left is None else [each.left]
         if not last:
@@ -84,13 +104,13 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
                 told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
                 unknown.append(f"{told}: look again before believing that it is stuck")
         events += [*mine, *last]
-        unknown += [f"{source}: rank {rank}: {text}" for text in each.ring.unknown]
-        remarks += [(rank, text) for text in each.ring.remarks]
+        unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]
+        remarks += [(rank, text) for text in (*each.ring.remarks, *each.remarks)]
     if absent := sorted(everybody - set(rings)):
         told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         unknown.append(f"{source}: no ring of rank {told}")
-    moved = [each.wall(each.events[-1].time_ns) for each in recordings.values() if each.events]
-    return Found(
+    moved = [ring.recording.wall(ring.newest.time_ns) for ring in rings.values() if ring.newest is not None]
+    found = Found(
         source,
         events=tuple(events),
         present=frozenset(rings),
@@ -102,12 +122,13 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
         lively=frozenset(lively),
         remarks=tuple(remarks),
     )
+    return found, frozenset(gave_up)
 
 
-def _age(recording: Recording) -> float | None:
-    if not recording.events or recording.closed_ns is not None or not alive(recording):
+def _age(ring: Ring, runs: bool | None) -> float | None:
+    if ring.newest is None or ring.recording.closed_ns is not None or not runs:
         return None
-    return max(0.0, (time.monotonic_ns() - recording.events[-1].time_ns) / 1e9)
+    return max(0.0, (time.monotonic_ns() - ring.newest.time_ns) / 1e9)
 
 
 def _leave(rank: _Rank) -> None:
@@ -120,9 +141,9 @@ def _leave(rank: _Rank) -> None:
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
         if (site := ring.last_site()) is not None:
-            ring.remarks.append(f"its last call was at {site}")
-    elif alive(recording) is False:
-        ring.unknown.append(f"its process {recording.pid} is gone and has not said why")
+            rank.remarks.append(f"its last call was at {site}")
+    elif rank.runs is False:
+        rank.unknown.append(f"its process {recording.pid} is gone and has not said why")
         rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
 
 
@@ -155,7 +176,7 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
         beat = recording.beat_ns
         if beat is not None and (silent := (time.monotonic_ns() - beat) / 1e9) > SILENT_S:
             told = f"no Python has run in its process for {silent:.0f} s"
-            ring.remarks.append(f"{told}: a thread holds the interpreter lock")
+            rank.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")
         if rank.age_s < patience_s:
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)

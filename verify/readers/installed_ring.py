@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -36,6 +37,7 @@ DTYPES: Final = {
     "complex128": "ComplexDouble", "float8_e4m3fn": "Float8_e4m3fn", "float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
 """As Flight Recorder names them."""
+DECIDED: Final = "it decided last: "
 UNCOUNTED: Final = frozenset({"dispatch", "combine", "low-latency dispatch", "low-latency combine"})
 """Operations whose members bring as much as they have."""
 _SITE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}) (?P<function>.*)", re.DOTALL)
@@ -54,6 +56,7 @@ class Item:
     outputs: tuple[tuple[int, ...], ...] | None
     stream: str
     site: str
+    time_ns: int = 0
     place: int = 0
     also: tuple[str, ...] = ()
     done: bool = False
@@ -85,11 +88,9 @@ class Item:
 
 @dataclass(eq=False)
 class Ring:
-    """See the module. whole: everything that can wait is in it, as far as can be told."""
+    """See the module. recording: of the reading taken last; `take` goes on with a later one."""
 
     recording: Recording
-    unknown: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     items_by_number: dict[int, Item] = field(default_factory=dict)
     waits: dict[int, int] = field(default_factory=dict)
@@ -99,12 +100,15 @@ class Ring:
     def __post_init__(self) -> None:
         recording = self.recording
         self.rank = recording.rank
-        self.groups = groups_of(recording.strings)
-        self.threads = threads_of(recording.strings)
+        self.groups: dict[int, Group] = {}
+        self.threads: dict[int, str] = {}
         size = recording.meta.get("size")
         self.everybody = set(range(size)) if isinstance(size, int) and 0 < size <= 1 << 20 else {self.rank}
-        for group in self.groups.values():
-            self.everybody.update(group.ranks or ())
+        self.newest: Entry | None = None
+        self.moved: dict[int, int] = {}
+        """Thread -> time of its newest event."""
+        self._strings = 0
+        self._troubles: list[str] = []
         self._parts: dict[tuple[Kind, int, int], list[int]] = {}
         self._launches: dict[int, list[Item]] = {}
         self._syncs: dict[int, Entry] = {}
@@ -113,13 +117,43 @@ class Ring:
         self._comms: dict[tuple[int, str], Communicator] = {}
         self._edges, self._broken, self._lost, self._decision = False, False, 0, ""
         self._last_site = ""
+        self.take(recording)
+
+    def take(self, recording: Recording) -> None:
+        """Take the events of a reading, all of them new (`kernel.record.RingFollower`)."""
+        self.recording = recording
+        if len(recording.strings) > self._strings:
+            new, self._strings = recording.strings[self._strings :], len(recording.strings)
+            self.threads |= threads_of(new)
+            for number, group in groups_of(new).items():
+                self.groups[number] = group
+                self.everybody.update(group.ranks or ())
         for entry in recording.events:
             self._take(entry)
-        self._say()
+            self.moved[entry.epoch] = entry.time_ns
+        if recording.events:
+            self.newest = recording.events[-1]
+
+    def forget(self, keep: int) -> None:
+        """Drop finished calls but the newest `keep` of each channel."""
+        kept: Counter[tuple[object, ...]] = Counter()
+        items: list[Item] = []
+        for item in reversed(self.items):
+            channel = (item.group.number, item.call.peer, item.call.op if item.call.peer is not None else "")
+            if item.done:
+                kept[channel] += 1
+            if not item.done or kept[channel] <= keep:
+                items.append(item)
+        if len(items) == len(self.items):
+            return
+        self.items = items[::-1]
+        numbers = {item.number for item in items}
+        self.items_by_number = {n: item for n, item in self.items_by_number.items() if n in numbers}
+        self._launches = {number: mine for number, mine in self._launches.items() if number in numbers}
 
     @property
     def whole(self) -> bool:
-        """Whether everything that can wait is in it."""
+        """Whether everything that can wait is in it, as far as can be told."""
         recording = self.recording
         tied = self._edges and any(not item.done and item.medium not in HOST_MEDIA for item in self.items)
         nameless = any(item.group.ranks is None for item in self.items if not item.done)
@@ -169,12 +203,12 @@ class Ring:
             case Kind.EXCEPTION if thread == 0:
                 self.raised = entry
             case Kind.DECISION:
-                self._decision = f"it decided last: {entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
+                self._decision = f"{DECIDED}{entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
             case Kind.MARK:
                 self._edges |= entry.text == EDGES
                 if entry.text.startswith(BROKEN):
                     self._broken = True
-                    self.unknown.append(entry.text[:300])
+                    self._troubles.append(entry.text[:300])
             case _:
                 pass
 
@@ -188,7 +222,7 @@ class Ring:
         self._add(
             Item(
                 entry.number, entry.epoch, call, group, max(0, entry.seq - 1), _sizes(call.ins, entry.a, ins),
-                _sizes(call.outs, entry.round, outs), call.stream, entry.site,
+                _sizes(call.outs, entry.round, outs), call.stream, entry.site, entry.time_ns,
             )
         )  # fmt: skip
 
@@ -218,7 +252,8 @@ class Ring:
             branch = stream if not each.branch else f"branch {each.branch} of graph launch {entry.number}"
             item = Item(
                 entry.number, entry.epoch, call._replace(asynchronous=False), group, max(0, sequence - 1),
-                _sizes(call.ins, each.taken, None), _sizes(call.outs, each.given, None), branch, entry.site, place,
+                _sizes(call.ins, each.taken, None), _sizes(call.outs, each.given, None), branch, entry.site,
+                entry.time_ns, place,
             )  # fmt: skip
             self._add(item)
             self._launches.setdefault(entry.number, []).append(item)
@@ -324,6 +359,12 @@ class Ring:
             state=State.COMPLETED if item.done else State.SCHEDULED,
         )
 
+    def host_wait(self, thread: int) -> Entry | None:
+        """What a thread waits in that is no call: its device, a key of a store."""
+        if (sync := self._syncs.get(thread)) is not None:
+            return sync
+        return self._hosts[thread][-1] if self._hosts.get(thread) else None
+
     def standing(self) -> list[Event]:
         """What the threads wait in, the main thread last; nothing for those that wait for nothing here."""
         found: list[Event] = []
@@ -396,19 +437,30 @@ class Ring:
             known = self._comms[group.number, tag] = Communicator(group.ranks or (self.rank,), name)
         return known
 
-    def _say(self) -> None:
-        recording = self.recording
-        if self._decision:
-            self.remarks.append(self._decision)
+    @property
+    def unknown(self) -> list[str]:
+        """What it cannot tell, a line each."""
+        recording, found = self.recording, list(self._troubles)
         if recording.dropped:
-            self.unknown.append(f"{recording.dropped} older events are overwritten")
+            found.append(f"{recording.dropped} older events are overwritten")
         if recording.torn or recording.truncated:
             cut = ", and the file is cut off" if recording.truncated else ""
-            self.unknown.append(f"{recording.torn} events cannot be read{cut}")
+            found.append(f"{recording.torn} events cannot be read{cut}")
         if self._lost:
-            self.unknown.append(f"{self._lost} calls or graph launches cannot be read")
-        if not recording.events:
-            self.unknown.append("its ring is empty")
+            found.append(f"{self._lost} calls or graph launches cannot be read")
+        if self.newest is None:
+            found.append("its ring is empty")
+        return found
+
+    @property
+    def remarks(self) -> list[str]:
+        """What helps whoever looks at the rank."""
+        return [self._decision] if self._decision else []
+
+    @property
+    def decision(self) -> str:
+        """The last one."""
+        return self._decision.removeprefix(DECIDED)
 
 
 def _group(entry: Entry) -> int:

@@ -36,7 +36,9 @@ since when, the longest gap of its loop, what is queued, and who keeps whom wait
 
 With --check nothing is shown: the run is watched until it ends, or until it is certain that ranks wait for each other
 in a ring, for one that has ended, or make calls that differ. The report is that of `turnstile hang`. Ranks that are
-slow, stopped or silent are no fault. Nothing is asked of the run's processes, and nothing in them is touched.
+slow, stopped or silent are no fault; of a job that `turnstile.record.install` records, a rank that others wait for is
+one when all ranks of the job stand and its process shows that it will not go on by itself. Nothing is asked of the
+run's processes, and nothing in them is touched.
 
 A run on several hosts: `turnstile top --collect ADDR:PORT --token-file FILE` on one of them (with --check, --web or
 --json as for a run that is read here), and `turnstile top --agent ADDR:PORT --token-file FILE RUN-DIRECTORY` on each.

@@ -9,6 +9,7 @@ from verify.live.check import Check
 from verify.live.process import GONE, boot_id
 from verify.live.rings import Look, Rings
 from verify.top.frame import STALLED_S, STANDING, Frame, Row, frame_of
+from verify.top.installed import row_of
 from verify.top.state import RankState
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Follower:
     @property
     def about(self) -> str:
         """Policy and world, as the run says."""
+        if self._rings.installed:
+            return "recorded by turnstile.record.install"
         meta = next(iter(self._states.values())).recording.meta
         return ", ".join(str(meta[key]) for key in ("policy", "world") if key in meta)
 
@@ -83,10 +86,15 @@ class Follower:
         event = operation[0] if operation is not None else None
         quiet = max(0, now_ns - state.moved.time_ns) / 1e9 if state.moved is not None else None
         status = self._status(state, quiet, process)
+        ring = self._rings.installed.get(state.recording.rank)
+        if ring is not None and status in ("stalled", "silent") and not (ring.waiting or ring.open):
+            status = "quiet"
         if status in STANDING:
             # Ages of ranks that stand still are compared with each other: at one moment, not when each was read.
             now_ns += late_ns
             quiet = quiet + late_ns / 1e9 if quiet is not None else None
+        if ring is not None:
+            return row_of(ring, status, now_ns, quiet)
         return Row(
             rank=state.recording.rank,
             status=status,

@@ -29,10 +29,12 @@ class Row:
     """One rank, in plain values. Ages are seconds; None: not known, or none.
 
     status: running | idle | stalled | stopped (by a signal, or a debugger) | ended | failed |
+    quiet (of an installed record: silent, and nothing shows that it waits) |
     died (its process is gone and did not close its record) |
     silent (it runs on another host, or cannot be seen, and its record does not move) |
     unknown (nothing is heard of its host any more). blocks: a rank that stands still waits for it, and it waits for
-    nobody.
+    nobody. waits, decision: of an installed record, what its main thread waits in and which other calls are open, and
+    what it decided last.
     """
 
     rank: int
@@ -53,6 +55,9 @@ class Row:
     pending: int
     exception: str
     blocks: bool = False
+    waits: str = ""
+    decision: str = ""
+    installed: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class Frame:
     def stalled(self) -> tuple[int, ...]:
         """Ranks that stand out."""
         return tuple(row.rank for row in self.rows if row.status in STANDING or row.blocks)
+
+    @property
+    def installed(self) -> bool:
+        """Whether it shows a job that `turnstile.record.install` records: there are no rounds, epochs or queues."""
+        return any(row.installed for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""

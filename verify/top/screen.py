@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 STYLES: Final = {
     "running": "green",
     "idle": "dim",
+    "quiet": "yellow",
     "ended": "dim",
     "stalled": "bold yellow",
     "silent": "bold yellow",
@@ -36,17 +37,34 @@ def picture(frame: Frame, height: int = 0) -> RenderableType:
     room = max(3, height - 5 - len(waits)) if height else len(frame.rows)
     rows = sorted(frame.rows, key=lambda row: (row.rank not in frame.stalled, row.rank))[:room]
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", expand=False)
+    if frame.installed:
+        _columns_installed(table)
+    else:
+        _columns(table)
+    for row in sorted(rows, key=lambda row: row.rank):
+        table.add_row(*(_cells_installed(row) if frame.installed else _cells(row)))
+    parts: list[RenderableType] = [_head(frame), table]
+    if len(rows) < len(frame.rows):
+        parts.append(Text(f"and {len(frame.rows) - len(rows)} more ranks (--json has all)", "dim"))
+    return Group(*parts, *waits)
+
+
+def _columns(table: Table) -> None:
     for name in ("rank", "state", "round", "in flight", "epoch", "boundary", "permit"):
         table.add_column(name, justify="right" if name not in ("state", "in flight") else "left", no_wrap=True)
     table.add_column("last operation", overflow="ellipsis", no_wrap=True, min_width=24)
     for name in ("age", "quiet for", "longest gap", "submitted", "calls left"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in sorted(rows, key=lambda row: row.rank):
-        table.add_row(*_cells(row))
-    parts: list[RenderableType] = [_head(frame), table]
-    if len(rows) < len(frame.rows):
-        parts.append(Text(f"and {len(frame.rows) - len(rows)} more ranks (--json has all)", "dim"))
-    return Group(*parts, *waits)
+
+
+def _columns_installed(table: Table) -> None:
+    table.add_column("rank", justify="right", no_wrap=True, min_width=4)
+    table.add_column("state", no_wrap=True, min_width=8)
+    table.add_column("last operation", overflow="ellipsis", no_wrap=True, min_width=24)
+    for name in ("age", "quiet for", "open"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    for name in ("at", "decided last"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True, min_width=10, max_width=44)
 
 
 def _head(frame: Frame) -> Text:
@@ -63,9 +81,7 @@ def _head(frame: Frame) -> Text:
 
 
 def _cells(row: Row) -> list[str | Text]:
-    style = STYLES[row.status] if row.status in STANDING else ""
-    status = Text(row.status + (" <-" if row.blocks else ""), "bold red" if row.blocks else STYLES[row.status])
-    operation = Text(f"{'in ' if row.open else ''}{row.operation}" or "-", style if row.open else "dim")
+    style, status, operation = _common(row)
     return [
         Text(str(row.rank), style),
         status,
@@ -81,6 +97,27 @@ def _cells(row: Row) -> list[str | Text]:
         f"D {row.d_queue}  P {row.p_queue}",
         str(row.pending),
     ]
+
+
+def _cells_installed(row: Row) -> list[str | Text]:
+    style, status, operation = _common(row)
+    return [
+        Text(str(row.rank), style), status, operation, seconds(row.age_s), Text(seconds(row.quiet_s), style),
+        str(row.pending), Text(short(row.site)), Text(row.decision.partition(" (at ")[0] or "-", "dim"),
+    ]  # fmt: skip
+
+
+def short(site: str) -> str:
+    """`train.py:7 step` of a call site with its whole path."""
+    place, space, function = site.partition(" ")
+    return f"{place.rpartition('/')[2]}{space}{function}" or "-"
+
+
+def _common(row: Row) -> tuple[str, Text, Text]:
+    style = STYLES[row.status] if row.status in STANDING else ""
+    status = Text(row.status + (" <-" if row.blocks else ""), "bold red" if row.blocks else STYLES[row.status])
+    operation = Text(f"{'in ' if row.open else ''}{row.operation}" or "-", style if row.open else "dim")
+    return style, status, operation
 
 
 def _waits(frame: Frame, most: int = 8) -> list[Text]:
@@ -101,6 +138,9 @@ def _waits(frame: Frame, most: int = 8) -> list[Text]:
     if stopped := [row.rank for row in frame.rows if row.status == "stopped"]:
         verb = "is" if len(stopped) == 1 else "are"
         found.append(Text(f"{words.ranks(stopped)} {verb} stopped, by a signal or a debugger", "bold red"))
+    for row in frame.rows:
+        if row.installed and row.waits and row.status in STANDING:
+            found.append(Text(f"rank {row.rank} {row.waits}", no_wrap=True, overflow="ellipsis"))
     blockers = [row.rank for row in frame.rows if row.blocks]
     if blockers:
         verb = "keeps" if len(blockers) == 1 else "keep"

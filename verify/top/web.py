@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.errors import UsageError
 from verify import html, words
 from verify.top.lately import lately
-from verify.top.screen import number, seconds
+from verify.top.screen import number, seconds, short
 
 if TYPE_CHECKING:
     from verify.top.frame import Frame, Row, View
 
 HOST: Final = "127.0.0.1"
+TEXT: Final = ' class="text"'
+BAD: Final = ' class="bad"'
 ROWS: Final = 128
 """Ranks in the table; those that stand out come first where not all fit."""
 
@@ -132,14 +134,39 @@ def _diagnosis(frame: Frame) -> dict[str, Any]:
 
 def _table(frame: Frame) -> str:
     rows = sorted(frame.rows, key=lambda row: (row.rank not in frame.stalled, row.rank))[:ROWS]
+    if frame.installed:
+        return _table_installed(frame, rows)
     head = ("rank", "state", "round", "in flight", "epoch", "boundary", "permit", "last operation", "age", "quiet for")
     cells = "".join(f"<th{_left(name)}>{name}</th>" for name in (*head, "longest gap", "submitted", "calls left"))
     lines = "".join(_line(row, row.rank in frame.stalled) for row in sorted(rows, key=lambda row: row.rank))
-    more = f'<p class="faint">and {len(frame.rows) - len(rows)} more ranks</p>' if len(rows) < len(frame.rows) else ""
+    return _around(frame, len(frame.rows) - len(rows), cells, lines)
+
+
+def _around(frame: Frame, rest: int, cells: str, lines: str) -> str:
+    more = f'<p class="faint">and {rest} more ranks</p>' if rest else ""
     silent = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in frame.hosts)
     lost = silent
     lost += f"<p><strong>No record of {words.ranks(frame.missing)}.</strong></p>" if frame.missing else ""
     return f'<h2>Ranks</h2>{lost}<div class="picture"><table><tr>{cells}</tr>{lines}</table></div>{more}'
+
+
+def _table_installed(frame: Frame, rows: list[Row]) -> str:
+    head = ("rank", "state", "last operation", "age", "quiet for", "open", "at", "waits in", "decided last")
+    text = ("state", "last operation", "at", "waits in", "decided last")
+    cells = "".join(f"<th{TEXT if name in text else ''}>{name}</th>" for name in head)
+    lines = ""
+    for row in sorted(rows, key=lambda row: row.rank):
+        values = (
+            str(row.rank), row.status + (", others wait for it" if row.blocks else ""),
+            ("in " if row.open else "") + (row.operation or "-"), seconds(row.age_s), seconds(row.quiet_s),
+            str(row.pending), short(row.site), row.waits or "-", row.decision or "-",
+        )  # fmt: skip
+        told = "".join(
+            f"<td{TEXT if name in text else ''}>{escape(value)}</td>"
+            for name, value in zip(head, values, strict=True)
+        )
+        lines += f"<tr{BAD if row.rank in frame.stalled else ''}>{told}</tr>"
+    return _around(frame, len(frame.rows) - len(rows), cells, lines)
 
 
 def _left(name: str) -> str:

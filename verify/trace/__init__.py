@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
 from kernel.record import read_run
+from kernel.record.foreign import groups_of
 from verify import runs, words
 from verify.command import Parser
+from verify.readers.installed import is_installed
 from verify.slices import timeline
+from verify.trace.calls import installed_lines
 from verify.trace.chrome import trace_lines
 
 if TYPE_CHECKING:
@@ -39,10 +42,11 @@ def parse(name: str, arguments: Sequence[str]) -> Options:
         prog=f"turnstile {name}",
         description="Write a run's record as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.",
         epilog="One process a rank: host, turnstile, P, D and the collectives of both streams; arrows join the moments"
-        " at which ranks reach the same boundary of the same epoch.",
+        " at which ranks reach the same boundary of the same epoch. Of a job that turnstile.record.install records: the"
+        " calls of each group and what the threads wait in; arrows join the calls that meet.",
         allow_abbrev=False,
     )
-    made.add_argument("run", metavar="RUN-DIRECTORY", help="what `turnstile rollout` left, or is writing")
+    made.add_argument("run", metavar="RUN-DIRECTORY", help="what `turnstile rollout` or record.install left, or writes")
     made.add_argument(
         "-o", dest="out", metavar="FILE", help="default: trace.json in the run; `-`: standard output; *.gz: compressed"
     )
@@ -55,7 +59,10 @@ def main(name: str, arguments: Sequence[str]) -> int:
     options = parse(name, arguments)
     run = runs.find(options.run)
     recordings = read_run(run)
-    lines = trace_lines([timeline(recording) for _, recording in sorted(recordings.items())])
+    if any(is_installed(recording) for recording in recordings.values()):
+        lines = installed_lines(recordings)
+    else:
+        lines = trace_lines([timeline(recording) for _, recording in sorted(recordings.items())])
     if options.out == "-":
         for line in lines:
             sys.stdout.write(line)
@@ -100,6 +107,8 @@ def lacks(recordings: Mapping[int, Recording]) -> list[str]:
     """What the timeline cannot show, a line each."""
     found = []
     everybody = {rank for each in recordings.values() for group in each.groups.values() for rank in group}
+    for each in recordings.values():
+        everybody |= {rank for group in groups_of(each.strings).values() for rank in group.ranks or ()}
     told = (
         (everybody - set(recordings), "no record"),
         ([rank for rank, each in recordings.items() if each.dropped], "older events are overwritten"),

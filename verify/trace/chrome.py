@@ -8,7 +8,7 @@ complete event (X), an open one a begin without an end (B), which Perfetto draws
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from verify.runs import one_clock
 from verify.slices import Lane, Slice
@@ -99,13 +99,26 @@ def _events(timelines: Sequence[Timeline], clock: Callable[[Timeline, int], floa
     yield from _flows(arrivals)
 
 
-def nested(slices: Iterable[Slice]) -> list[list[Slice]]:
+class Stretch(Protocol):
+    """What has a beginning and perhaps an end."""
+
+    @property
+    def start_ns(self) -> int: ...
+
+    @property
+    def end_ns(self) -> int | None: ...
+
+
+One = TypeVar("One", bound=Stretch)
+
+
+def nested(slices: Iterable[One]) -> list[list[One]]:
     """The slices of a lane, spread over as many threads as it takes for any two of a thread to be disjoint or nested.
 
     A thread of the format holds a stack. Work of a stream comes one after the other, but its times may be a device's
     own, a little off. At most `SPARE` threads; what fits on none of them is left out.
     """
-    threads: list[list[Slice]] = [[]]
+    threads: list[list[One]] = [[]]
     stacks: list[list[float]] = [[]]
     for one in sorted(slices, key=lambda each: (each.start_ns, -_end(each))):
         for thread, stack in zip(threads, stacks, strict=True):
@@ -122,7 +135,7 @@ def nested(slices: Iterable[Slice]) -> list[list[Slice]]:
     return threads
 
 
-def _end(one: Slice) -> float:
+def _end(one: Stretch) -> float:
     return float("inf") if one.end_ns is None else one.end_ns
 
 

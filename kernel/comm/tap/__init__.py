@@ -3,6 +3,7 @@
     notes     the ring, and what is known of groups, threads, call sites and numbers of calls
     patches   replaces attributes, and puts them back
     shapes    the arguments of each method of a process group -> what of it is noted
+    quick     the same for the calls that a training step repeats, at little cost
     groups    wrappers of process groups, their Work, stores, and of making and destroying groups
     device    wrappers of device synchronisation and of CUDA graphs
     below     calls that C++ makes: DistributedDataParallel's reducer, functional collectives

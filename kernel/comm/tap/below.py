@@ -183,7 +183,7 @@ class Below:
                     try:
                         work = Work.unbox(result[-1] if isinstance(result, list | tuple) else result)
                         # Nobody in Python holds it, and its tensors are the reducer's.
-                        self.groups.watch.works(work, note, keep=True)
+                        self.groups.watch.keep(work, note)
                     except Exception as error:
                         self.notes.broken("the work of a reducer", error)
                 return result

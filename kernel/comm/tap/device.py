@@ -60,6 +60,11 @@ class Device:
         for name, wrap in (("capture_begin", self._begin), ("capture_end", self._end), ("replay", self._replay)):
             patches.method(cuda.CUDAGraph, name, wrap)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self._capturing is not None
+
     # -- streams --------------------------------------------------------------------------------------------------
 
     def stream(self, stream: Any = None) -> str:

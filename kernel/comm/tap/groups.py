@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from kernel.comm.tap.notes import MOST_SITES, Note
+from kernel.comm.tap.quick import QUICK
 from kernel.comm.tap.shapes import SHAPES
 from kernel.record.foreign import Call
 from kernel.record.layout import Kind
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernel.comm.tap.device import Device
-    from kernel.comm.tap.notes import Known, Note, Notes
+    from kernel.comm.tap.notes import Known, Notes
     from kernel.comm.tap.patches import Patches
+    from kernel.comm.tap.quick import Parts
     from kernel.comm.tap.shapes import Shape
     from kernel.comm.tap.watch import Watch
 
+_WAIT, _DONE = int(Kind.CALL_WAIT), int(Kind.CALL_DONE)
 DTYPES: dict[Any, str] = {}
 
 
@@ -31,8 +35,8 @@ class Groups:
     def __init__(self, notes: Notes, device: Device, watch: Watch) -> None:
         self.notes, self.device, self.watch = notes, device, watch
         self.local = notes.local
-        self.works: WeakKeyDictionary[Any, Note | list[Note]] = WeakKeyDictionary()
-        """A Work -> its call, or the calls that were launched together."""
+        self.works: dict[ref[Any], Note | list[Note]] = watch.works
+        self._forget = self.works.pop
         self.off = False
         self._patches: Patches | None = None
         self._kinds: set[type] = set()
@@ -57,30 +61,89 @@ class Groups:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _method(self, original: Any, name: str) -> Callable[..., Any]:
-        local, shape_of = self.local, SHAPES[name]
+        local, shape_of, kinds = self.local, SHAPES[name], self._kinds
+        count, parts_of = QUICK.get(name, (-1, None))
+        works, forget = self.works, self._forget
 
         def call(group: Any, *args: Any, **named: Any) -> Any:
             if self.off or getattr(local, "busy", False):
                 return original(group, *args, **named)
             local.busy = True
             try:
-                note = self.before(group, shape_of, args, named, name)
+                note: Any = None
+                if parts_of is not None and not named and len(args) == count:
+                    note = self.again(group, parts_of, args, name)
+                if type(note) is not Note:
+                    note = self.before(group, shape_of, args, named, name, note)
                 try:
                     result = original(group, *args, **named)
                 except BaseException as error:
                     self.after(note, None, error)
                     raise
-                self.after(note, result, None)
+                if note is not None and note.on_host and type(result) in kinds:
+                    works[ref(result, forget)] = note  # as `after` would
+                else:
+                    self.after(note, result, None)
                 return result
             finally:
                 local.busy = False
 
         return call
 
+    def again(
+        self, group: Any, parts_of: Callable[..., Parts | None], args: tuple[Any, ...], name: str
+    ) -> Note | tuple[Any, ...] | None:
+        """As `before`, for a call like one that was made before. For the first of its kind the key of such calls, and
+        None for one that must be looked at each time.
+        """
+        try:
+            parts = parts_of(args)
+            if parts is None:
+                return None
+            ins, outs, key = parts
+            first = ins[0] if ins else outs[0]
+            stream = ""
+            if not first.is_cpu:
+                if not first.is_cuda or self.device.capturing:
+                    return None
+                stream = self.device.stream()
+            site, via = self.notes.site(3)
+            known = self.notes.group(group)
+            key = (name, via, stream, first.dtype, len(ins), len(outs), key)
+            plan = known.plans.get(key)
+            if plan is None:
+                return key
+            uneven_in: Sequence[int] = ()
+            uneven_out: Sequence[int] = ()
+            if len(ins) == 1:
+                taken = ins[0].numel()
+            else:
+                sizes = [each.numel() for each in ins]
+                taken, uneven_in = sum(sizes), _uneven(sizes)
+            if outs is ins:
+                given, uneven_out = taken, uneven_in
+            elif len(outs) == 1:
+                given = outs[0].numel()
+            else:
+                sizes = [each.numel() for each in outs]
+                given, uneven_out = sum(sizes), _uneven(sizes)
+            note = self.notes.make(known, plan, taken, given, uneven_in, uneven_out, site)
+        except Exception:
+            return None  # the long way says what is wrong with it
+        if (together := getattr(self.local, "together", None)) is not None:
+            together.append(note)
+        return note
+
     def before(
-        self, group: Any, shape_of: Callable[..., Shape], args: Sequence[Any], named: dict[str, Any], name: str
+        self,
+        group: Any,
+        shape_of: Callable[..., Shape],
+        args: Sequence[Any],
+        named: dict[str, Any],
+        name: str,
+        key: tuple[Any, ...] | None = None,
     ) -> Note | None:
-        """Note a call that is about to be made; None where that is not to be, or fails."""
+        """Note a call that is about to be made; None where that is not to be, or fails. key: of calls like it."""
         try:
             known = self.notes.group(group)
             shape = shape_of(args, named)
@@ -92,6 +155,8 @@ class Groups:
             note = self.note(known, shape, medium, kind)
             if shape.blocks and note is not None:
                 self.notes.wait(note)
+            if key is not None and note is not None and len(known.plans) < MOST_SITES:
+                known.plans[key] = note.plan
             return note
         except Exception as error:
             self.notes.broken(name, error)
@@ -134,9 +199,9 @@ class Groups:
                 for kind in type(result).__mro__ if type(result) not in self._kinds else ():
                     if kind not in self._kinds:
                         self._work(kind)
-                self.works[result] = note
-                self.watch.works(result, note)
-                self.device.launched(note)
+                self.works[ref(result, self._forget)] = note
+                if not note.on_host:
+                    self.device.launched(note)
             elif getattr(self.local, "together", None) is None:
                 if note.call.op == "monitored_barrier" or note.on_host:
                     self.notes.done(note)
@@ -168,7 +233,7 @@ class Groups:
                     for note in notes:
                         self.device.launched(note)
                     if isinstance(work, Work):
-                        self.works[work] = notes
+                        self.works[ref(work, self._forget)] = notes
             except Exception as error:
                 self.notes.broken("calls together", error)
             return work
@@ -178,20 +243,48 @@ class Groups:
     # -- Work -----------------------------------------------------------------------------------------------------
 
     def _of(self, work: Any) -> list[Note]:
-        found = self.works.get(work)
+        found = self.works.get(ref(work))
         return [] if found is None else found if isinstance(found, list) else [found]
 
     def _waits(self, original: Any) -> Callable[..., Any]:
+        works, notes, local, write = self.works, self.notes, self.local, self.notes.write
+
         def wait(work: Any, *args: Any, **named: Any) -> Any:
-            notes = [] if self.off else self._opened(work)
-            if not notes:
+            one = works.get(ref(work))
+            if one is None or self.off:
+                return original(work, *args, **named)
+            if type(one) is Note and one.on_host and one.call.peer != -1:
+                return simple(one, work, args, named)
+            opened = self._opened(work)
+            if not opened:
                 return original(work, *args, **named)
             try:
                 result = original(work, *args, **named)
             except BaseException as error:
-                self._waited(work, notes, error)
+                self._waited(work, opened, error)
                 raise
-            self._waited(work, notes, None)
+            self._waited(work, opened, None)
+            return result
+
+        def simple(note: Note, work: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            """As above, for one call whose Work says when it is over."""
+            if note.done:
+                return original(work, *args, **named)
+            number, group = 0, note.group.group.number
+            try:
+                number = local.number if hasattr(local, "number") else notes.thread()
+                site = notes.site()[0] if note.call.asynchronous else 0
+                write(_WAIT, group, 0, 0, number, note.number, 0, site)
+            except Exception as error:
+                notes.broken("a wait", error)
+            try:
+                result = original(work, *args, **named)
+            except BaseException as error:
+                self._waited(work, [note], error)
+                raise
+            if not note.done:
+                note.done = True
+                write(_DONE, group, -1, 0, number, note.number, 0, 0)
             return result
 
         return wait

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 
@@ -32,31 +32,46 @@ MOST_GROUPS: Final = (1 << 16) - 1
 MOST_SITES: Final = 1 << 14
 """Call sites and calls that are remembered; programs have fewer."""
 
+PROGRAMS, LIBRARIES, FACES, OWN = range(4)
+"""Whose code it is: the program's, a library's, torch.distributed's functions, ours."""
+MOST_CODES: Final = 1 << 16
+# Plain numbers: packing a member of an enumeration takes a look-up more.
+_CALL, _DONE, _WAIT, _WAITED = map(int, (Kind.CALL, Kind.CALL_DONE, Kind.CALL_WAIT, Kind.CALL_WAITED))
+
 Channel = tuple[Any, ...]
 
 
+class Plan:
+    """What calls share that differ in sizes and line only. text: id of the call's text. cell: how many its channel has
+    seen. base: calls before the record began. on_host: whether their Work says when they are over.
+    """
+
+    __slots__ = ("base", "call", "cell", "on_host", "text")
+
+    def __init__(self, call: Call, text: int, cell: list[int], base: int) -> None:
+        self.call, self.text, self.cell, self.base = call, text, cell, base
+        self.on_host = call.medium in HOST_MEDIA
+
+
 class Note:
-    """A call that was noted. number: of its CALL event."""
+    """A call that was noted. number: of its CALL event. on_host: whether its Work says when it is over."""
 
-    __slots__ = ("__weakref__", "call", "done", "group", "number", "stream")
+    __slots__ = ("call", "done", "group", "number", "on_host", "plan")
 
-    def __init__(self, number: int, group: Known, call: Call) -> None:
-        self.number, self.group, self.call, self.done = number, group, call, False
-
-    @property
-    def on_host(self) -> bool:
-        """Whether its Work says when it is over."""
-        return self.call.medium in HOST_MEDIA
+    def __init__(self, number: int, group: Known, plan: Plan) -> None:
+        self.number, self.group, self.plan, self.done = number, group, plan, False
+        self.call, self.on_host = plan.call, plan.on_host
 
 
 class Known:
-    """A group: `Group`, and the backends of its devices."""
+    """A group: `Group`, the backends of its devices, and the plans of its frequent calls (`Groups`)."""
 
-    __slots__ = ("backends", "group", "rank")
+    __slots__ = ("backends", "group", "plans", "rank")
 
     def __init__(self, group: Group, rank: int | None) -> None:
         self.group, self.rank = group, rank
         self.backends: dict[str, str] = {}
+        self.plans: dict[tuple[Any, ...], Plan] = {}
 
     def world(self, member: int) -> int:
         """The global rank of a member, as far as known."""
@@ -69,20 +84,21 @@ class Notes:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.event = recorder.event
+        self.event, self.write = recorder.event, recorder.write
         self.local = threading.local()
         self.failed: list[tuple[int, int]] = []
         """(id of an exception, number of the call that raised it), the newest ones."""
         self.newest = 0
         """One more than the number of the newest call's event."""
-        self._groups: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+        self._groups: dict[ref[Any], Known] = {}
         self._named: Counter[str] = Counter()
         self._labels: dict[Any, Known] = {}
-        self._channels: Counter[Channel] = Counter()
+        self._channels: dict[Channel, list[int]] = {}
         self._texts: dict[Call, int] = {}
-        # By the identity of code objects, which are kept: hashing one takes microseconds.
+        # By the identity of code objects, which are kept: hashing one takes microseconds. Within one by the place in
+        # its code, since a frame looks its line up in a table each time.
         self._sites: dict[tuple[int, int], tuple[int, Any]] = {}
-        self._library: dict[int, tuple[bool, Any]] = {}
+        self._library: dict[int, tuple[int, Any]] = {}
         self._threads = itertools.count(1)
         self._lock = threading.Lock()
         self._broken: set[str] = set()
@@ -102,40 +118,51 @@ class Notes:
         self.local.number = number
         return number
 
-    def site(self) -> tuple[int, str]:
-        """The program's line that called, as an id, and the function of torch.distributed that it called."""
-        frame: FrameType | None = sys._getframe(1)
+    def site(self, depth: int = 1) -> tuple[int, str]:
+        """The program's line that called, as an id, and the function of torch.distributed that it called.
+
+        depth: frames up from here that are passed over, all of them ours.
+        """
+        frame: FrameType | None = sys._getframe(depth)
         via, inner = "", None
         for _ in range(DEEPEST):
             if frame is None:
                 break
             code = frame.f_code
-            library = self._library.get(id(code))
-            if library is None:
-                library = self._library[id(code)] = (_is_library(code.co_filename), code)
-            if not library[0]:
-                known = self._sites.get((id(code), frame.f_lineno))
-                return (known if known is not None else self._new_site(frame))[0], via
-            if code.co_filename == C10D:
+            known = self._library.get(id(code))
+            where = known[0] if known is not None else self._new_code(code)
+            if where == PROGRAMS:
+                site = self._sites.get((id(code), frame.f_lasti))
+                return (site if site is not None else self._new_site(frame))[0], via
+            if where == FACES:
                 via = code.co_name
-            elif inner is None and not code.co_filename.startswith(OURS):
+            elif where == LIBRARIES and inner is None:
                 inner = frame
             frame = frame.f_back
         return (0 if inner is None else self._new_site(inner)[0]), via
+
+    def _new_code(self, code: Any) -> int:
+        file = code.co_filename
+        where = PROGRAMS
+        if _is_library(file):
+            where = FACES if file == C10D else OWN if file.startswith(OURS) else LIBRARIES
+        if len(self._library) < MOST_CODES:
+            self._library[id(code)] = (where, code)
+        return where
 
     def _new_site(self, frame: FrameType) -> tuple[int, Any]:
         code = frame.f_code
         text = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
         known = (self.recorder.site(text), code)
         if len(self._sites) < MOST_SITES:
-            self._sites[id(code), frame.f_lineno] = known
+            self._sites[id(code), frame.f_lasti] = known
         return known
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def group(self, process_group: Any) -> Known:
         """What is known of a process group, from its first call on."""
-        known = self._groups.get(process_group)
+        known = self._groups.get(ref(process_group))
         return known if known is not None else self._new_group(process_group)
 
     def plain(self, name: str, ranks: Sequence[int] | None, backend: str = "host", key: Any = None) -> Known:
@@ -153,7 +180,7 @@ class Notes:
         from torch.distributed import distributed_c10d as c10d
 
         with self._lock:
-            if (known := self._groups.get(process_group)) is not None:
+            if (known := self._groups.get(ref(process_group))) is not None:
                 return known
             ranks: list[int] | None = None
             try:
@@ -172,7 +199,7 @@ class Notes:
             except Exception:
                 pass
             known = self._add(name, ranks, backend, max(0, base), backend != "gloo")
-            self._groups[process_group] = known
+            self._groups[ref(process_group, self._groups.pop)] = known
             return known
 
     def _add(self, name: str, ranks: Sequence[int] | None, backend: str, base: int, certain: bool) -> Known:
@@ -204,21 +231,30 @@ class Notes:
         site, via = self.site()
         if via and via != call.op:
             call = call._replace(via=via)
-        text = self.text(call)
-        channel = self.channel(known, call)
+        cell = self._cell(self.channel(known, call))
+        plan = Plan(call, self.text(call), cell, known.group.base if call.peer is None else 0)
+        return self.make(known, plan, taken, given, ins, outs, site)
+
+    def make(
+        self, known: Known, plan: Plan, taken: int, given: int, ins: Sequence[int], outs: Sequence[int], site: int
+    ) -> Note:
+        """The same, of a call that was seen before."""
+        cell, group = plan.cell, known.group.number
         with self._lock:
-            number = self._channels[channel] = self._channels[channel] + 1
-        number += known.group.base if call.peer is None else 0
-        group = known.group.number
+            cell[0] = number = cell[0] + 1
+        number += plan.base
         if ins:
             self.recorder.sizes(group, number, ins, Kind.INPUTS)
         if outs:
             self.recorder.sizes(group, number, outs, Kind.OUTPUTS)
-        event = self.event(
-            Kind.CALL, group=group, seq=number, round_=given, epoch=self.thread(), a=taken, b=text, site=site
-        )
+        event = self.write(_CALL, group, number, given, self.thread(), taken, plan.text, site)
         self.newest = event + 1
-        return Note(event, known, call)
+        return Note(event, known, plan)
+
+    def _cell(self, channel: Channel) -> list[int]:
+        """How many calls a channel has seen."""
+        found = self._channels.get(channel)
+        return self._channels.setdefault(channel, [0]) if found is None else found
 
     def text(self, call: Call) -> int:
         """The id of a call's text."""
@@ -243,8 +279,9 @@ class Notes:
             firsts = []
             for (channel, count), group in zip(channels.items(), known, strict=True):
                 base = group.group.base if len(channel) == 1 else 0
-                firsts.append(self._channels[channel] + 1 + base)
-                self._channels[channel] += count
+                cell = self._cell(channel)
+                firsts.append(cell[0] + 1 + base)
+                cell[0] += count
             return firsts
 
     def done(self, note: Note, error: BaseException | None = None, source: int = -1) -> None:
@@ -256,16 +293,14 @@ class Notes:
         if error is not None:
             self.failed[:-15] = []
             self.failed.append((id(error), note.number))
-        self.event(
-            Kind.CALL_DONE, group=note.group.group.number, seq=source, epoch=self.thread(), a=note.number, b=why
-        )
+        self.write(_DONE, note.group.group.number, source, 0, self.thread(), note.number, why, 0)
 
     def wait(self, note: Note, over: bool = False) -> None:
         """The host waits for a call, or goes on."""
-        kind = Kind.CALL_WAITED if over else Kind.CALL_WAIT
+        kind = _WAITED if over else _WAIT
         # A blocking call waits where it was made.
         site = 0 if over or not note.call.asynchronous else self.site()[0]
-        self.event(kind, group=note.group.group.number, epoch=self.thread(), a=note.number, site=site)
+        self.write(kind, note.group.group.number, 0, 0, self.thread(), note.number, 0, site)
 
     def host(self, what: str, over: bool = False) -> None:
         """The host waits for something that is no call, or goes on."""

@@ -12,17 +12,17 @@ import threading
 import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
-from weakref import ref
 
 import torch
 
-from kernel.comm.tap.notes import OURS, TORCH, exception_text
+from kernel.comm.tap.notes import OURS, TORCH, Note, exception_text
 from kernel.record.layout import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from weakref import ref
 
-    from kernel.comm.tap.notes import Note, Notes
+    from kernel.comm.tap.notes import Notes
 
 PERIOD_S: Final = 0.25
 MOST: Final = 4096
@@ -35,7 +35,9 @@ class Watch:
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
         self.capturing = False
-        self._works: deque[tuple[Callable[[], Any], Note]] = deque(maxlen=MOST)
+        self.works: dict[ref[Any], Note | list[Note]] = {}
+        """A Work -> its call, or the calls that were launched together. What removes an entry is its Work's end."""
+        self._kept: deque[tuple[Any, Note]] = deque(maxlen=MOST)
         self._marks: deque[tuple[Any, str, Note | int]] = deque(maxlen=MOST)
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -44,9 +46,9 @@ class Watch:
 
     # -- what is watched ------------------------------------------------------------------------------------------
 
-    def works(self, work: Any, note: Note, keep: bool = False) -> None:
-        """A Work that says when its call is over. keep: nobody in Python holds it."""
-        self._works.append(((lambda: work) if keep else ref(work), note))
+    def keep(self, work: Any, note: Note) -> None:
+        """A Work that says when its call is over, and that nobody in Python holds."""
+        self._kept.append((work, note))
 
     @property
     def mine(self) -> bool:
@@ -103,7 +105,7 @@ class Watch:
                 sys.excepthook = before
             if threading.excepthook is mine_in_threads:
                 threading.excepthook = before_in_threads
-        self._works.clear()
+        self._kept.clear()
         self._marks.clear()
 
     def _run(self) -> None:
@@ -116,20 +118,16 @@ class Watch:
 
     def look(self) -> None:
         """Note what is over by now."""
-        for _ in range(len(self._works)):
+        for place, note in list(self.works.items())[-MOST:]:
+            if isinstance(note, Note) and not note.done and (work := place()) is not None:
+                self._over(work, note)
+        for _ in range(len(self._kept)):
             try:
-                get, note = self._works.popleft()
+                work, note = self._kept.popleft()
             except IndexError:
                 break
-            work = get()
-            if note.done or work is None:
-                continue
-            if note.on_host and work.is_completed():
-                # Who sent to a recv from anybody is asked when the program waits for it.
-                if note.call.peer != -1:
-                    self.notes.done(note)
-            else:
-                self._works.append((get, note))
+            if not note.done and not self._over(work, note):
+                self._kept.append((work, note))
         with self._lock:
             if self.capturing:
                 return
@@ -146,6 +144,15 @@ class Watch:
                     self.notes.event(Kind.CALL_DONE, seq=-1, epoch=self.notes.thread(), a=what)
                 else:
                     self.notes.done(what)
+
+    def _over(self, work: Any, note: Note) -> bool:
+        """Note that a call is over if its Work says so; whether it did."""
+        if not note.on_host or not work.is_completed():
+            return False
+        # Who sent to a recv from anybody is asked when the program waits for it.
+        if note.call.peer != -1:
+            self.notes.done(note)
+        return True
 
     # -- exceptions -----------------------------------------------------------------------------------------------
 

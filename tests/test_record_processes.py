@@ -1,0 +1,115 @@
+"""`turnstile.record.install` in processes of its own: ranks, exceptions, forks; and texts of records of any kind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernel.record import read
+from kernel.record.foreign import Captured, call_of, captured_of, groups_of, threads_of
+from kernel.record.layout import Kind
+from verify.events import Event
+from verify.events import Kind as What
+from verify.readers.record import READER
+
+pytest.importorskip("torch")
+HOUSE = Path(__file__).resolve().parent.parent
+
+
+def events(path: Path) -> list[Event]:
+    """What the reader makes of a ring, without the exit of its closed record."""
+    return [event for event in READER.read(path).events if event.kind is not What.EXIT]
+
+
+def run_script(script: Path, *arguments: str, code: int = 0, **environment: str) -> str:
+    """Run a script of its own process; what it said on standard error."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120, check=False,
+        env={**clean, "PYTHONPATH": str(HOUSE), **environment},
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr
+
+
+def test_rank_from_the_environment_or_from_the_default_group(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "from turnstile import record\n"
+        "made = record.install(sys.argv[1])\n"
+        "print(made.path, file=sys.stderr)\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(2))\n"
+    )
+    assert run_script(script, str(tmp_path / "late")).splitlines()[0] == "None"
+    assert [event.operation for event in events(tmp_path / "late")] == ["all_reduce"]
+    assert "rank0.ring" in run_script(script, str(tmp_path / "early"), RANK="0", WORLD_SIZE="1")
+    assert [event.operation for event in events(tmp_path / "early")] == ["INIT", "all_reduce"]
+
+
+def test_an_exception_that_nobody_catches_is_the_last_word(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import sys\nfrom turnstile import record\nrecord.install(sys.argv[1], rank=0)\n"
+        "def step():\n    raise KeyError('tokens')\nstep()\n"
+    )
+    assert "KeyError: 'tokens'" in run_script(script, str(tmp_path / "run"), code=1)
+    (event,) = READER.read(tmp_path / "run").events
+    assert (event.kind, event.operation) == (What.EXIT, "KeyError: 'tokens'")
+    assert event.site is not None
+    assert (event.site.line, event.site.function) == (5, "step")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, sys\n"
+        "from turnstile import record\n"
+        "made = record.install(sys.argv[1], rank=0)\n"
+        "if (child := os.fork()) == 0:\n"
+        "    record.decision('of the child')\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert made.active\n"
+        "record.decision('of the parent')\n"
+    )
+    run_script(script, str(tmp_path / "run"))
+    recording = read(tmp_path / "run" / "record" / "rank0.ring")
+    assert [event.text for event in recording.events if event.kind is Kind.DECISION] == ["of the parent"]
+    assert recording.events[-1].kind is Kind.DECISION
+    assert recording.closed_ns is not None
+    assert recording.closed_ns > recording.events[-1].time_ns
+
+
+def test_the_record_of_a_program_needs_no_torch_before_it_is_asked_for() -> None:
+    code = (
+        "import sys; from turnstile import record; record.decision('unheard'); record.uninstall();"
+        " assert record.install; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=HOUSE, timeout=60)
+
+
+ODD = (
+    "[]", "[1]", "[[]]", "[1,2,3,4,5,6]", '[true,"a",[0],"",0,true]', '["x","","",null,null,"","",-1,0,"",false,""]',
+    '["x","","",null,null,"","",1,1e9,"",false,""]', "[[1,2,3,4,5,6]]", "[[-1,0,0,0]]", '[["a",0,0,0]]', "[" * 5000,
+)  # fmt: skip
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+@given(head=st.sampled_from(["", "group ", "thread "]), tail=st.text(max_size=60) | st.sampled_from(ODD))
+def test_strings_of_any_kind_are_read_or_left_out(head: str, tail: str) -> None:
+    text = head + tail
+    assert call_of(text) is None or isinstance(call_of(text), tuple)
+    assert captured_of(text) is None or all(isinstance(call, Captured) for call in captured_of(text) or [])
+    assert isinstance(groups_of([text]), dict)
+    assert isinstance(threads_of([text]), dict)

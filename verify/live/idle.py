@@ -1,0 +1,127 @@
+"""Whether a process will go on by itself, as /proc shows it: nobody is asked, and nothing in it is touched.
+
+A rank that makes no call may be at work, or wait for work: for data from a disk or a network, for a file that another
+program writes, for a request. None of that is a fault. It is idle, and stays so, if for `patience_s`
+
+- its main thread has not run once (the kernel counts how often it was switched to) and waits for another thread of the
+  process, in a futex without a timeout that would have woken it;
+- no other thread of it could be waiting for something from outside: those that wait for input are those of torch and
+  gloo themselves, by their names, and none waits for a disk;
+- it uses next to no processor time, has no child that could work for it, and nothing was recorded.
+
+Where the system does not tell one of these, nothing is concluded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+BUSY: Final = 0.05
+"""Share of one processor that a process with a few threads that only tick may use."""
+INPUT: Final = (
+    "poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait",
+)  # fmt: skip
+"""What the name of the kernel's function has in which a thread waits for something from outside of its process."""
+OURS: Final = ("pt_", "gloo", "c10", "nccl", "cuda", "ProcessGroup")
+"""How the names of the threads begin that torch and its backends start, and that wait for other ranks only."""
+
+
+FUTEX: Final = ("202", "98")
+"""The number of the system call on x86-64 and on arm64."""
+
+
+class Sample(NamedTuple):
+    """A process at one moment. switches: how often its main thread was switched away from, and so to. ticks: of
+    processor time that all of its threads have used. still: nothing in it waits for what may come from outside.
+    """
+
+    switches: int
+    ticks: int
+    still: bool
+
+
+def sample(pid: int) -> Sample | None:
+    """What `pid` does now; None where that cannot be seen."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        lines = (tasks / str(pid) / "status").read_text(errors="replace").splitlines()
+        switches = sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
+        still = _locked(tasks / str(pid)) and not _children(tasks)
+        for task in tasks.iterdir():
+            if not still:
+                break
+            still = task.name == str(pid) or _harmless(task)
+    except (OSError, ValueError, IndexError):
+        return None
+    return Sample(switches, ticks, still)
+
+
+def _waits(task: Path) -> str:
+    """The kernel's function in which a thread waits; "" where it runs, or that is not told."""
+    found = (task / "wchan").read_text(errors="replace").strip()
+    return "" if found == "0" else found
+
+
+def _locked(task: Path) -> bool:
+    """Whether a thread waits for another one of its process, for however long that takes."""
+    if not _waits(task).startswith("futex"):
+        return False
+    try:
+        number, *arguments = (task / "syscall").read_text().split()
+    except OSError:  # the system may keep that to whoever may debug the process
+        return True
+    return number in FUTEX and len(arguments) > 3 and int(arguments[3], 16) == 0
+
+
+def _children(tasks: Path) -> bool:
+    return any((task / "children").read_text().strip() for task in tasks.iterdir())
+
+
+def _harmless(task: Path) -> bool:
+    """Whether another thread is not at work, and waits for nothing from outside of the job."""
+    try:
+        name = (task / "comm").read_text(errors="replace").strip()
+        state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        where = _waits(task)
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return True
+    if state == "R" or name.startswith(OURS):  # what runs uses processor time, which is counted
+        return state in "SR"
+    return state == "S" and (where.startswith("futex") or (bool(where) and not any(word in where for word in INPUT)))
+
+
+class Idle:
+    """Follows one process."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._first: tuple[float, int, Sample] | None = None
+        self.proven = False
+
+    def forget(self) -> None:
+        """It moves, or is known to wait."""
+        self._first, self.proven = None, False
+
+    def look(self, pid: int, last: int) -> None:
+        """Look once more. last: number of its newest event. `proven` is then whether it was idle for long enough."""
+        now, found = time.monotonic(), None
+        with suppress(OSError):
+            found = sample(pid)
+        if found is None or not found.still:
+            self.forget()
+            return
+        if self._first is None or self._first[1] != last or self._first[2].switches != found.switches:
+            self._first, self.proven = (now, last, found), False
+            return
+        began, _, first = self._first
+        used = (found.ticks - first.ticks) / os.sysconf("SC_CLK_TCK")
+        if used > max(0.05, BUSY * (now - began)):
+            self._first, self.proven = (now, last, found), False
+            return
+        self.proven = now - began >= self._patience_s
