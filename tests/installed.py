@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +19,6 @@ from verify.events import Kind as What
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SIZE = 4
 DTYPES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.int64: "Long"}
@@ -193,3 +196,14 @@ CALLS = {
     "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "gather": _gather, "all_to_all": _all_to_all,
     "barrier": _barrier, "send": _send, "recv": _recv,
 }  # fmt: skip
+
+
+def run_script(script: Path, *arguments: str, code: int = 0, **environment: str) -> str:
+    """Run a script of its own process; what it said on standard error."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120, check=False,
+        env={**clean, "PYTHONPATH": str(Path(__file__).resolve().parent.parent), **environment},
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kernel.record import read
 from kernel.record.foreign import BROKEN, call_of
 from kernel.record.layout import Kind
-from tests.installed import SIZE, Fake, one_rank
+from tests.installed import SIZE, Fake, one_rank, run_script
 from turnstile import record
 from verify.events import Event, State
 from verify.events import Kind as What

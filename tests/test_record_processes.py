@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kernel.record import read
 from kernel.record.foreign import Captured, call_of, captured_of, groups_of, threads_of
 from kernel.record.layout import Kind
+from tests.installed import run_script
 from verify.events import Event
 from verify.events import Kind as What
 from verify.readers.record import READER
@@ -25,17 +26,6 @@ HOUSE = Path(__file__).resolve().parent.parent
 def events(path: Path) -> list[Event]:
     """What the reader makes of a ring, without the exit of its closed record."""
     return [event for event in READER.read(path).events if event.kind is not What.EXIT]
-
-
-def run_script(script: Path, *arguments: str, code: int = 0, **environment: str) -> str:
-    """Run a script of its own process; what it said on standard error."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120, check=False,
-        env={**clean, "PYTHONPATH": str(HOUSE), **environment},
-    )  # fmt: skip
-    assert ended.returncode == code, ended.stderr
-    return ended.stderr
 
 
 def test_rank_from_the_environment_or_from_the_default_group(tmp_path: Path) -> None:
