@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kernel.record import Kind, Recorder, read, ring_path
-from kernel.record.foreign import PROGRAM, Call, Group
+from kernel.record.foreign import PROGRAM, Call, Group, thread_text
 from verify.blame import Certainty, Class
 from verify.events import Kind as What
+from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
+from verify.readers.found import Stack
 from verify.readers.gather import merge
 from verify.readers.record import RecordReader
 
@@ -33,8 +36,16 @@ class Rank:
             ring_path(out, rank), rank=rank, groups={}, meta={"program": PROGRAM, "size": size}, capacity=capacity,
             clock=lambda: time.monotonic_ns() - int(ago_s * 1e9),
         )  # fmt: skip
+        self.at = 0
         self._groups = count(1)
         self._numbers: dict[Any, int] = {}
+
+    def thread(self, number: int, name: str = "") -> Rank:
+        """From here on, what thread `number` does; 0 is the main one."""
+        self.at = number
+        if number:
+            self.recorder.site(thread_text(number, name or f"Thread-{number} (work)"))
+        return self
 
     def group(self, name: str, *ranks: int, base: int = 0, certain: bool = True) -> Group:
         made = Group(next(self._groups), name, ranks, "gloo", base, certain)
@@ -53,15 +64,15 @@ class Rank:
         if outs:
             self.recorder.sizes(group.number, number, outs, Kind.OUTPUTS)
         return self.recorder.event(
-            Kind.CALL, group=group.number, seq=number, round_=sum(outs) or size, epoch=0, a=sum(ins) or size,
+            Kind.CALL, group=group.number, seq=number, round_=sum(outs) or size, epoch=self.at, a=sum(ins) or size,
             b=self.recorder.site(call.text()), site=self.recorder.site(f"train.py:{line} step"),
         )  # fmt: skip
 
     def wait(self, number: int) -> None:
-        self.recorder.event(Kind.CALL_WAIT, epoch=0, a=number)
+        self.recorder.event(Kind.CALL_WAIT, epoch=self.at, a=number)
 
     def done(self, number: int, why: str = "", source: int = -1) -> None:
-        self.recorder.event(Kind.CALL_DONE, seq=source, epoch=0, a=number, b=self.recorder.site(why))
+        self.recorder.event(Kind.CALL_DONE, seq=source, epoch=self.at, a=number, b=self.recorder.site(why))
 
     def over(self, *calls: int) -> None:
         for number in calls:
@@ -69,7 +80,7 @@ class Rank:
             self.done(number)
 
     def text(self, kind: Kind, text: str, a: int = 0) -> None:
-        self.recorder.event(kind, epoch=0, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
+        self.recorder.event(kind, epoch=self.at, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
 
 
 def told(out: Path, patience_s: float = 5.0) -> Diagnosis:
@@ -248,3 +259,105 @@ def test_a_ring_without_these_events_still_reads(tmp_path: Path) -> None:
     assert recording.beat_ns is None
     assert [event.kind for event in recording.events] == [Kind.ENQUEUE]
     assert [event.kind for event in RecordReader().read(recorder.path).events] == [What.COLLECTIVE]
+
+
+def threaded(out: Path, names: str = "abcd") -> list[tuple[Rank, list[Group]]]:
+    """Two ranks with groups of both."""
+    ranks = [Rank(out, rank) for rank in range(2)]
+    return [(rank, [rank.group(name, 0, 1) for name in names]) for rank in ranks]
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["new group", "that thread called it before"])
+def test_threads_that_wait_for_threads_that_compute_are_no_cycle(tmp_path: Path, seen: bool) -> None:
+    """Rank 0's thread waits for rank 1's, and rank 1's main thread for rank 0's main thread; both compute."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, own, main in ((zero, a, b), (one, c, d)):
+        rank.over(rank.call(main))
+        if seen:
+            rank.thread(1).over(rank.call(own))
+            rank.thread(0)
+    zero.thread(1).wait(zero.call(a))
+    one.wait(one.call(d))
+    found = told(tmp_path).verdict
+    assert found.cls is Class.MISSING
+    assert found.ranks == ((0, 1) if seen else (0,))
+    assert "call 2 on b" in found.say
+
+
+def test_threads_that_all_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
+    """As each thread made the earlier calls of its group, it is the one that would make the next one."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, own, main in ((zero, a, b), (one, c, d)):
+        rank.over(rank.call(main))
+        rank.thread(1).over(rank.call(own))
+        rank.thread(0)
+    zero.wait(zero.call(a))  # which rank 1's thread does not call, as it waits in b
+    one.thread(1).wait(one.call(d))  # which rank 0's main thread does not call
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.CYCLE, Certainty.CERTAIN, (0, 1))
+
+
+def test_a_ring_that_another_thread_may_open_is_on_that_condition(tmp_path: Path) -> None:
+    """Nobody has called these groups before, and there are threads: of one that was not seen yet nothing is known."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    zero.wait(zero.call(a))
+    zero.thread(1).wait(zero.call(a))
+    one.wait(one.call(d))
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty) == (Class.CYCLE, Certainty.CONDITIONAL)
+    assert "no other thread of ranks 0 and 1" in found.condition
+    assert (b.number, c.number) == (2, 1)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["autograd", "own"])
+def test_threads_of_autograd_work_for_the_main_one(tmp_path: Path, own: bool) -> None:
+    """They made the earlier calls, and make none while the main thread waits; another thread may go on."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, mine, other in ((zero, a, b), (one, c, d)):
+        rank.thread(1, "loop" if own else "Dummy-3")
+        rank.over(rank.call(mine))
+        rank.over(rank.call(other))
+        rank.thread(0)
+    zero.wait(zero.call(a))
+    one.wait(one.call(d))
+    assert (told(tmp_path).verdict.cls is Class.CYCLE) is not own
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["main called it before", "nobody did"])
+def test_a_thread_that_died_is_the_fault_if_the_call_was_its_own(tmp_path: Path, first: bool) -> None:
+    """The same thread makes the call on the other rank."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, group, other in ((zero, a, b), (one, c, d)):
+        rank.over(rank.call(other if first else group))
+    zero.thread(1).wait(zero.call(a))
+    one.thread(1).text(Kind.EXCEPTION, "RuntimeError: no shard 7")
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.EXCEPTION, (1,))
+    assert "RuntimeError: no shard 7" in found.say
+    assert sum("no shard 7" in line for line in found.chain) == 1
+
+
+def test_a_thread_that_died_is_told_where_the_call_was_not_its_own(tmp_path: Path) -> None:
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    for rank, group in ((zero, a), (one, c)):
+        rank.over(rank.call(group))
+    zero.wait(zero.call(a))
+    one.thread(1, "logger").text(Kind.EXCEPTION, "RuntimeError: disk full")
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+    assert any("thread logger ended by RuntimeError: disk full" in line for line in found.chain)
+
+
+def test_a_main_thread_that_raised_left_though_its_process_stays(tmp_path: Path) -> None:
+    """A thread keeps it; its main thread's stack is in the interpreter's end."""
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    zero.over(zero.call(a))
+    zero.wait(zero.call(a))
+    one.over(one.call(c))
+    one.thread(1).over(one.call(c, "send", peer=0, tag="0"))
+    one.thread(0).text(Kind.EXCEPTION, "RuntimeError: main died")
+    frames = (Site("/usr/lib/python3.11/threading.py", 1553, "_shutdown"),)
+    found = replace(RecordReader().read(tmp_path), stacks=(Stack(1, "MainThread", frames),))
+    verdict = diagnose_found(found).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.EXCEPTION, (1,))
+    assert "main died" in verdict.say

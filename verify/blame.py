@@ -116,8 +116,14 @@ def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
     found = []
     for node, data in graph.nodes(data=True):
         if node[0] == "host" and not graph.out_degree(node) and graph.in_degree(node):
-            found.append((data["host"], any(graph.nodes[op].get("active") for op in graph.predecessors(node))))
+            found.append((data["host"], any(graph.nodes[op].get("active") for op in _needing(graph, node))))
     return sorted(found, key=lambda each: (each[0].rank, each[0].thread))
+
+
+def _needing(graph: nx.DiGraph[Any], node: Any) -> list[Any]:
+    """The operations that an actor keeps waiting, alone or as one of several threads."""
+    before = list(graph.predecessors(node))
+    return [op for one in before for op in (graph.predecessors(one) if one[0] == "any" else (one,))]
 
 
 def _place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
@@ -137,7 +143,7 @@ def _absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdic
     alike: dict[tuple[str, str], list[Host]] = {}
     for host in hosts:
         node = ("host", host.rank, host.thread)
-        ops = sorted(graph.predecessors(node), key=partial(_nearest, graph, host.rank)) if node in graph else []
+        ops = sorted(_needing(graph, node), key=partial(_nearest, graph, host.rank)) if node in graph else []
         waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
         alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
     lines = [f"{waiting}{words.standings(same)}" for (waiting, _), same in alike.items()]
@@ -188,8 +194,20 @@ def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verd
         verb = "differs" if len(odd) == 1 else "differ"
         say += f" {words.ranks(odd).capitalize()} {verb} from the majority, which calls {order}."
     found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
+    if doubtful := sorted({graph.nodes[actor]["rank"] for actor in _guessed(graph, nodes)}):
+        found = found.only_if(f"no other thread of {words.ranks(doubtful)} makes the call that is missing")
     presumed = [graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed]
     return replace(found, condition=f"{words.ranks(presumed)} waits for what it has open") if presumed else found
+
+
+def _guessed(graph: nx.DiGraph[Any], nodes: Sequence[Any]) -> list[Any]:
+    """Actors of a cycle that wait, while another thread of their rank may make the call."""
+    found = []
+    for op, actor in [*pairwise(nodes), (nodes[-1], nodes[0])]:
+        if op[0] == "op":
+            through = actor if graph.has_edge(op, actor) else ("any", actor[1], "", op[1])
+            found += [actor] if graph.has_edge(op, through) and graph.edges[op, through].get("guessed") else []
+    return found
 
 
 def _out_of_order(ops: Sequence[Meeting]) -> tuple[tuple[int, ...], str]:
@@ -214,13 +232,14 @@ def shortest_cycle(graph: nx.DiGraph[Any], tried: int = 64) -> list[Any]:
         if len(component) < 2:
             continue
         part = graph.subgraph(component)
-        for start in sorted((node for node in component if node[0] != "op"), key=lambda n: (n[1], n[0], n[2]))[:tried]:
+        actors = [node for node in component if node[0] not in ("op", "any")]
+        for start in sorted(actors, key=lambda n: (n[1], n[0], n[2]))[:tried]:
             length, paths = nx.single_source_dijkstra(part, start, weight=None)
             backs = [node for node in part.predecessors(start) if node in length]
             end = min(backs, key=lambda node: (length[node], node))
             if not best or (len(paths[end]), paths[end][0][0] != "host") < (len(best), best[0][0] != "host"):
                 best = paths[end]
-    return best
+    return [node for node in best if node[0] != "any"]
 
 
 def _settled(graph: nx.DiGraph[Any]) -> Verdict:

@@ -28,6 +28,9 @@ OPERATIONS = {
 HOST_MEDIA = frozenset({"gloo", "mpi", "host", "zmq", "tcp"})
 """Media that need no room on a device."""
 
+NOTHING = "nothing"
+"""The operation of a WAIT that is over, of a thread that waits for none of the calls that it has open."""
+
 HOST_OPERATIONS = frozenset({"INIT", "FIN"})
 """Operations that never need room on a device, whatever the medium."""
 

@@ -174,7 +174,7 @@ class Host:
     """A host thread. waits: the launches it waits for, all of them or any.
 
     presumed: that it waits is concluded from its open launches, not seen. ahead: the calls that it would still issue,
-    None where that is unknown.
+    None where that is unknown. made: what it has issued calls on, as far as the evidence goes.
     """
 
     rank: int
@@ -185,6 +185,7 @@ class Host:
     any_of: bool = False
     presumed: bool = False
     ahead: Counter[Channel] | None = None
+    made: frozenset[Channel] = frozenset()
 
 
 @dataclass

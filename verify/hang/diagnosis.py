@@ -18,6 +18,7 @@ from verify.evidence import situation_of
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.stacks import At, for_anybody, places, recorded, standings
 from verify.matching import NOBODY_KNOWS, Situation, Standing
+from verify.readers.found import ENDED
 from verify.waitgraph import stuck, wait_graph
 
 if TYPE_CHECKING:
@@ -283,10 +284,17 @@ def _all_seen(found: Found, situation: Situation) -> bool:
     return bool(ranks) and ranks <= found.whole
 
 
+def _in(say: str, remark: str) -> bool:
+    """Whether the exception that a remark is about is in the sentence already."""
+    return remark.startswith(ENDED) and remark.partition(" ended by ")[2].partition(" at ")[0] in say
+
+
 def _placed(verdict: Verdict, where: dict[int, Place], remarks: Sequence[tuple[int, str]] = ()) -> Verdict:
     """With the line at which each blamed rank stands, unless it is in the sentence already, and what was said of it."""
     if verdict.cls is not Class.NONE:
-        said = tuple(f"rank {rank}: {text}" for rank, text in remarks if rank in verdict.ranks)
+        mine = [(rank, text) for rank, text in remarks if rank in verdict.ranks or text.startswith(ENDED)]
+        mine.sort(key=lambda each: not each[1].startswith(ENDED))
+        said = tuple(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text))
         verdict = replace(verdict, chain=(*verdict.chain, *said[:6]))
     lines = [
         f"rank {rank} stands at {where[rank].site}"
