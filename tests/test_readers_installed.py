@@ -15,6 +15,7 @@ from verify.blame import Certainty, Class
 from verify.events import Kind as What
 from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
+from verify.hang.text import timetable
 from verify.readers.found import Stack
 from verify.readers.gather import merge
 from verify.readers.record import RecordReader
@@ -361,3 +362,114 @@ def test_a_main_thread_that_raised_left_though_its_process_stays(tmp_path: Path)
     verdict = diagnose_found(found).verdict
     assert (verdict.cls, verdict.ranks) == (Class.EXCEPTION, (1,))
     assert "main died" in verdict.say
+
+
+@pytest.mark.parametrize("op", ["recv", "all_reduce"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_open_call_that_nobody_waits_for_is_no_certain_fault(tmp_path: Path, op: str, waits: bool) -> None:
+    """A prefetch: rank 1 asks early and computes; rank 0 computes too, and answers later."""
+    (zero, world), (one, same) = pair(tmp_path)
+    for rank, group in ((zero, world), (one, same)):
+        rank.over(rank.call(group))
+    number = one.call(same, op, asynchronous=True, **({"peer": 0, "tag": "0"} if op == "recv" else {}))
+    if waits:
+        one.wait(number)
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (0,))
+    assert found.certainty is (Certainty.CERTAIN if waits else Certainty.CONDITIONAL)
+    assert ("rank 1 polls for what it has open" in found.condition) is not waits
+
+
+def test_a_call_that_is_waited_for_comes_before_one_that_is_not(tmp_path: Path) -> None:
+    """Rank 0 has left a call of rank 2 open, and rank 1 waits for rank 0, which computes."""
+    ranks = pair(tmp_path, size=3)
+    (zero, world), (one, same), (two, its) = ranks
+    for rank, group in ranks:
+        rank.over(rank.call(group))
+    zero.call(world, "recv", peer=2, tag="0", asynchronous=True)
+    one.wait(one.call(same, "recv", peer=0, tag="0"))
+    found = told(tmp_path).verdict
+    assert (found.certainty, found.ranks) == (Certainty.CERTAIN, (0,))
+    assert (two.rank, its.number) == (2, 1)
+
+
+def test_a_call_that_raised_is_not_finished(tmp_path: Path) -> None:
+    """Rank 0 caught the exception of its call and goes on; rank 1 came later and waits in it."""
+    (zero, world), (one, same) = pair(tmp_path)
+    number = zero.call(world)
+    zero.wait(number)
+    zero.done(number, "RuntimeError: no memory")
+    one.wait(one.call(same))
+    diagnosis = told(tmp_path)
+    found = diagnosis.verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.EXCEPTION, Certainty.CERTAIN, (0,))
+    assert "it failed on rank 0 at train.py:7 in step: RuntimeError: no memory" in found.say
+    assert "failed" in "".join(timetable(diagnosis))
+    assert "done" not in "".join(timetable(diagnosis))
+
+
+def test_a_call_that_raised_before_the_others_came_is_told_as_failed(tmp_path: Path) -> None:
+    (zero, world), (one, same) = pair(tmp_path)
+    for rank, group in ((zero, world), (one, same)):
+        rank.over(rank.call(group))
+    number = zero.call(world)
+    zero.wait(number)
+    zero.done(number, "RuntimeError: no memory")
+    found = told(tmp_path)
+    assert found.code == 3
+    assert "it failed on rank 0" in found.verdict.say
+    assert "finished" not in found.verdict.say
+
+
+def test_calls_that_raised_everywhere_are_not_said_to_complete(tmp_path: Path) -> None:
+    for rank, group in pair(tmp_path):
+        number = rank.call(group)
+        rank.wait(number)
+        rank.done(number, "RuntimeError: timed out")
+    found = told(tmp_path)
+    assert found.code == 0
+    assert "it failed on ranks 0 and 1 at train.py:7 in step: RuntimeError: timed out" in found.verdict.say
+    assert "and completes" not in found.verdict.say
+
+
+def test_a_prefetch_of_a_job_that_moves_is_not_decided(tmp_path: Path) -> None:
+    """Stacks show both outside, for a moment."""
+    (zero, world), (one, same) = pair(tmp_path, ago_s=0.0)
+    zero.call(world, asynchronous=True)
+    one.over(one.call(same, "send", peer=0, tag="0"))
+    frames = (Site("time.py", 1, "sleep"), Site("train.py", 9, "step"))
+    stacks = tuple(Stack(rank, "MainThread", frames) for rank in (0, 1))
+    found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=stacks))
+    assert (found.code, found.verdict.certainty) == (3, Certainty.UNDECIDED)
+
+
+def test_the_line_is_that_of_the_thread_whose_call_it_is(tmp_path: Path) -> None:
+    """And where the main thread stands is not where the rank does."""
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    for rank, group in ((zero, a), (one, c)):
+        rank.over(rank.call(group))
+        rank.thread(1).over(rank.call(group, line=19))
+    zero.wait(zero.call(a, line=20))
+    frames = (Site("/usr/lib/python3.11/threading.py", 1119, "join"), Site("train.py", 40, "main"))
+    stacks = tuple(Stack(rank, "MainThread", frames) for rank in (0, 1))
+    found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=stacks)).verdict
+    assert found.ranks == (1,)
+    assert "Rank 0 waits in all_reduce (call 3 on a) at train.py:20 in step" in found.say
+    told_of = " ".join((found.say, *found.chain)).lower()
+    assert "the main thread of rank 1 stands at train.py:40" in told_of
+
+
+def test_in_a_ring_the_lines_are_those_of_the_threads_in_it(tmp_path: Path) -> None:
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, own, main in ((zero, a, b), (one, c, d)):
+        rank.thread(1).over(rank.call(own, line=19))
+        rank.over(rank.call(main, line=19))
+        rank.thread(0)
+    zero.thread(1).wait(zero.call(a, line=20))
+    zero.thread(0).over(zero.call(zero.group("e", 0), line=40))
+    one.thread(1).wait(one.call(d, line=21))
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.CYCLE, (0, 1))
+    assert "train.py:20" in found.say
+    assert "train.py:21" in found.say
+    assert "train.py:40" not in found.say

@@ -88,7 +88,7 @@ def severity(verdict: Verdict) -> int:
 
 def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
     """The verdict on a situation. graph: its wait-for graph. core: nodes stuck even if every root were free."""
-    roots = _roots(graph)
+    roots = _first(_roots(graph), situation, graph)
     for standing, cls in ((Standing.RAISED, Class.EXCEPTION), (Standing.EXITED, Class.MISSING)):
         if gone := [host for host, active in roots if active and host.standing is standing]:
             return _absent(cls, gone, graph)
@@ -109,6 +109,26 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
         found = _absent(Class.MISSING, hosts, graph)
         return replace(found, ranks=(), certainty=Certainty.UNDECIDED, condition=f"no evidence of {names}")
     return _settled(graph) if situation.quiet else Verdict(Class.NONE)
+
+
+def awaited(graph: nx.DiGraph[Any]) -> set[Any]:
+    """The nodes that some host waits for, itself or through others: not calls that are open and that nobody needs."""
+    todo = [node for node in graph if node[0] == "host" and graph.out_degree(node)]
+    found: set[Any] = set()
+    while todo:
+        fresh = [node for node in graph.successors(todo.pop()) if node not in found]
+        found.update(fresh)
+        todo += fresh
+    return found
+
+
+def _first(roots: list[tuple[Host, bool]], situation: Situation, graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
+    """Of evidence, the roots that somebody waits for, if there are any, and those that raised."""
+    if any(host.ahead is not None for host in situation.hosts):
+        return roots
+    needed = awaited(graph)
+    some = [each for each in roots if ("host", each[0].rank, each[0].thread) in needed]
+    return [each for each in roots if each in some or each[0].standing is Standing.RAISED] if some else roots
 
 
 def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
@@ -242,10 +262,20 @@ def shortest_cycle(graph: nx.DiGraph[Any], tried: int = 64) -> list[Any]:
     return [node for node in best if node[0] != "any"]
 
 
+def _failed(meetings: Sequence[Meeting]) -> Verdict:
+    """Others still wait in what raised an exception on some ranks, which went on without it."""
+    ranks = tuple(sorted({rank for meeting in meetings for rank in meeting.failures()}))
+    lines = [f"{words.waiters(meeting)}; {words.failure(meeting)}" for meeting in meetings]
+    say = f"{lines[0][0].upper()}{lines[0][1:]}."
+    return Verdict(Class.EXCEPTION, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES["exception"])
+
+
 def _settled(graph: nx.DiGraph[Any]) -> Verdict:
     """All came and agree: a member that did not finish what its peers did, or nobody did."""
     leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
     open_ops = sorted((data["meeting"] for data in leaves), key=_place)
+    if broken := [meeting for meeting in open_ops if meeting.failures()]:
+        return _failed(broken)
     stalled: dict[int, Meeting] = {}
     relayed: list[Meeting] = []
     for meeting in open_ops:

@@ -100,6 +100,10 @@ class Meeting:
         """Everybody who has to come."""
         return seats_of(self.key[0])
 
+    def failures(self) -> dict[int, Event]:
+        """Rank -> its call, of those whose call raised an exception."""
+        return {seat[0]: call for seat, (_, call) in sorted(self.arrived.items()) if call.failed}
+
     def agrees(self) -> bool:
         """Whether the calls that came so far are the same operation with the same arguments."""
         told = {(call.operation, call.tag, call.sizes, call.dtype, call.root) for _, call in self.arrived.values()}

@@ -84,6 +84,15 @@ def waiters(meeting: Meeting) -> str:
     return f"{ranks(seat[0] for seat, _ in open_)} {verb} in {operation(meeting)}{site}"
 
 
+def failure(meeting: Meeting) -> str:
+    """Where a call raised an exception, and which."""
+    failed = meeting.failures()
+    told: dict[str, list[int]] = {}
+    for rank, call in failed.items():
+        told.setdefault(f"{at(call)}: {call.failed[:200]}", []).append(rank)
+    return "; ".join(f"it failed on {ranks(numbers)}{what}" for what, numbers in list(told.items())[:2])
+
+
 def standing(host: Host) -> str:
     """A host that waits for nobody."""
     return standings([host])

@@ -326,6 +326,7 @@ class Ring:
             blocking=False,
             site=self.site(item.site),
             state=State.COMPLETED if item.done else State.SCHEDULED,
+            failed=item.failed if item.done else "",
         )
 
     def standing(self) -> list[Event]:
