@@ -473,3 +473,12 @@ def test_in_a_ring_the_lines_are_those_of_the_threads_in_it(tmp_path: Path) -> N
     assert "train.py:20" in found.say
     assert "train.py:21" in found.say
     assert "train.py:40" not in found.say
+
+
+def test_calls_that_all_made_and_nobody_waits_for_are_no_fault(tmp_path: Path) -> None:
+    """Their end was not seen, as the program has dropped what would tell it."""
+    for rank, group in pair(tmp_path):
+        rank.call(group, asynchronous=True)
+    found = told(tmp_path)
+    assert (found.code, found.verdict.ranks) == (3, ())
+    assert "no call that is open lacks a member" in found.verdict.say

@@ -97,9 +97,9 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     if verdict.cls is Class.BELOW and (crossed := _crossed(situation)) is not None:
         verdict, situation, graph, core = crossed
     verdict = _weighed(verdict, found, situation, graph, absent, where)
-    verdict = _if_needed(verdict, found, situation, graph)
     if verdict.cls is Class.OUTSIDE and verdict.certainty is Certainty.CERTAIN and not _waited_for(graph):
         verdict = _nobody_waits(verdict, situation)
+    verdict = _if_needed(verdict, found, situation, graph)
     unknown = [*found.unknown]
     dark = frozenset(everybody) - found.present
     if absent:
@@ -287,7 +287,9 @@ def _nobody_waits(verdict: Verdict, situation: Situation) -> Verdict:
     what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
     verb = "is" if len(verdict.ranks) == 1 else "are"
     who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
-    return Verdict(Class.NONE).undecided(f"no call is open, so nobody waits for another; {who} in {what}")
+    open_ = any(not launch.done for mine in situation.launches.values() for launch in mine)
+    none = "no call that is open lacks a member" if open_ else "no call is open"
+    return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")
 
 
 def _ahead(found: Found, situation: Situation) -> str:
