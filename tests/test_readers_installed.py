@@ -482,3 +482,18 @@ def test_calls_that_all_made_and_nobody_waits_for_are_no_fault(tmp_path: Path) -
     found = told(tmp_path)
     assert (found.code, found.verdict.ranks) == (3, ())
     assert "no call that is open lacks a member" in found.verdict.say
+
+
+def test_a_rank_that_left_left_with_its_threads(tmp_path: Path) -> None:
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    for rank, group in ((zero, a), (one, c)):
+        rank.thread(1).over(rank.call(group))
+        rank.thread(0)
+    zero.thread(1).wait(zero.call(a))
+    one.call(c, "recv", peer=0, tag="0", asynchronous=True)
+    one.recorder.close()
+    found = RecordReader().read(tmp_path)
+    assert {event.thread for event in found.events if event.rank == 1 and event.calls} == {"", "Thread-1 (work)"}
+    verdict = diagnose_found(found).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.MISSING, (1,))
+    assert "rank 1, which has left" in verdict.say

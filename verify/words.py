@@ -103,7 +103,7 @@ def standings(hosts: Sequence[Host]) -> str:
     host, numbers = hosts[0], {host.rank for host in hosts}
     event = host.event
     name = ranks(numbers)
-    if len(hosts) == 1 and host.thread.strip(NOBODY_KNOWS):
+    if len(hosts) == 1 and host.thread.strip(NOBODY_KNOWS) and host.standing is not Standing.EXITED:
         name += f" (thread {host.thread})"
     has, is_, does = ("has", "is", "does") if len(numbers) == 1 else ("have", "are", "do")
     what = event.operation if event is not None else ""

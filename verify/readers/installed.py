@@ -85,8 +85,9 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
                 each.ring.remarks.insert(0, f"{ENDED}{each.ring.called(thread)}ended by {raised.text[:200]}{where}")
         mine = each.ring.events()
         if each.left is not None and not consequence and not each.here:
-            mine = [event if not event.thread else replace(event, thread="") for event in mine]
-            last = [each.left]
+            # With all of its threads.
+            last = [replace(each.left, thread=thread) for thread in sorted({*(event.thread for event in mine), ""})]
+            last.reverse()
         else:
             last = each.ring.standing()
             if each.left is not None and not consequence:
