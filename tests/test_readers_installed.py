@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kernel.record import Kind, Recorder, read, ring_path
-from kernel.record.foreign import PROGRAM, Call, Group
+from kernel.record.foreign import PROGRAM, Call, Group, thread_text
 from verify.blame import Certainty, Class
 from verify.events import Kind as What
+from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
+from verify.hang.text import timetable
+from verify.readers.found import Stack
 from verify.readers.gather import merge
 from verify.readers.record import RecordReader
 
@@ -33,8 +37,16 @@ class Rank:
             ring_path(out, rank), rank=rank, groups={}, meta={"program": PROGRAM, "size": size}, capacity=capacity,
             clock=lambda: time.monotonic_ns() - int(ago_s * 1e9),
         )  # fmt: skip
+        self.at = 0
         self._groups = count(1)
         self._numbers: dict[Any, int] = {}
+
+    def thread(self, number: int, name: str = "") -> Rank:
+        """From here on, what thread `number` does; 0 is the main one."""
+        self.at = number
+        if number:
+            self.recorder.site(thread_text(number, name or f"Thread-{number} (work)"))
+        return self
 
     def group(self, name: str, *ranks: int, base: int = 0, certain: bool = True) -> Group:
         made = Group(next(self._groups), name, ranks, "gloo", base, certain)
@@ -53,15 +65,15 @@ class Rank:
         if outs:
             self.recorder.sizes(group.number, number, outs, Kind.OUTPUTS)
         return self.recorder.event(
-            Kind.CALL, group=group.number, seq=number, round_=sum(outs) or size, epoch=0, a=sum(ins) or size,
+            Kind.CALL, group=group.number, seq=number, round_=sum(outs) or size, epoch=self.at, a=sum(ins) or size,
             b=self.recorder.site(call.text()), site=self.recorder.site(f"train.py:{line} step"),
         )  # fmt: skip
 
     def wait(self, number: int) -> None:
-        self.recorder.event(Kind.CALL_WAIT, epoch=0, a=number)
+        self.recorder.event(Kind.CALL_WAIT, epoch=self.at, a=number)
 
     def done(self, number: int, why: str = "", source: int = -1) -> None:
-        self.recorder.event(Kind.CALL_DONE, seq=source, epoch=0, a=number, b=self.recorder.site(why))
+        self.recorder.event(Kind.CALL_DONE, seq=source, epoch=self.at, a=number, b=self.recorder.site(why))
 
     def over(self, *calls: int) -> None:
         for number in calls:
@@ -69,7 +81,7 @@ class Rank:
             self.done(number)
 
     def text(self, kind: Kind, text: str, a: int = 0) -> None:
-        self.recorder.event(kind, epoch=0, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
+        self.recorder.event(kind, epoch=self.at, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
 
 
 def told(out: Path, patience_s: float = 5.0) -> Diagnosis:
@@ -248,3 +260,240 @@ def test_a_ring_without_these_events_still_reads(tmp_path: Path) -> None:
     assert recording.beat_ns is None
     assert [event.kind for event in recording.events] == [Kind.ENQUEUE]
     assert [event.kind for event in RecordReader().read(recorder.path).events] == [What.COLLECTIVE]
+
+
+def threaded(out: Path, names: str = "abcd") -> list[tuple[Rank, list[Group]]]:
+    """Two ranks with groups of both."""
+    ranks = [Rank(out, rank) for rank in range(2)]
+    return [(rank, [rank.group(name, 0, 1) for name in names]) for rank in ranks]
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["new group", "that thread called it before"])
+def test_threads_that_wait_for_threads_that_compute_are_no_cycle(tmp_path: Path, seen: bool) -> None:
+    """Rank 0's thread waits for rank 1's, and rank 1's main thread for rank 0's main thread; both compute."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, own, main in ((zero, a, b), (one, c, d)):
+        rank.over(rank.call(main))
+        if seen:
+            rank.thread(1).over(rank.call(own))
+            rank.thread(0)
+    zero.thread(1).wait(zero.call(a))
+    one.wait(one.call(d))
+    found = told(tmp_path).verdict
+    assert found.cls is Class.MISSING
+    assert found.ranks == ((0, 1) if seen else (0,))
+    assert "call 2 on b" in found.say
+
+
+def test_threads_that_all_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
+    """As each thread made the earlier calls of its group, it is the one that would make the next one."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, own, main in ((zero, a, b), (one, c, d)):
+        rank.over(rank.call(main))
+        rank.thread(1).over(rank.call(own))
+        rank.thread(0)
+    zero.wait(zero.call(a))  # which rank 1's thread does not call, as it waits in b
+    one.thread(1).wait(one.call(d))  # which rank 0's main thread does not call
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.CYCLE, Certainty.CERTAIN, (0, 1))
+
+
+def test_a_ring_that_another_thread_may_open_is_on_that_condition(tmp_path: Path) -> None:
+    """Nobody has called these groups before, and there are threads: of one that was not seen yet nothing is known."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    zero.wait(zero.call(a))
+    zero.thread(1).wait(zero.call(a))
+    one.wait(one.call(d))
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty) == (Class.CYCLE, Certainty.CONDITIONAL)
+    assert "no other thread of ranks 0 and 1" in found.condition
+    assert (b.number, c.number) == (2, 1)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["autograd", "own"])
+def test_threads_of_autograd_work_for_the_main_one(tmp_path: Path, own: bool) -> None:
+    """They made the earlier calls, and make none while the main thread waits; another thread may go on."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, mine, other in ((zero, a, b), (one, c, d)):
+        rank.thread(1, "loop" if own else "Dummy-3")
+        rank.over(rank.call(mine))
+        rank.over(rank.call(other))
+        rank.thread(0)
+    zero.wait(zero.call(a))
+    one.wait(one.call(d))
+    assert (told(tmp_path).verdict.cls is Class.CYCLE) is not own
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["main called it before", "nobody did"])
+def test_a_thread_that_died_is_the_fault_if_the_call_was_its_own(tmp_path: Path, first: bool) -> None:
+    """The same thread makes the call on the other rank."""
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, group, other in ((zero, a, b), (one, c, d)):
+        rank.over(rank.call(other if first else group))
+    zero.thread(1).wait(zero.call(a))
+    one.thread(1).text(Kind.EXCEPTION, "RuntimeError: no shard 7")
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.EXCEPTION, (1,))
+    assert "RuntimeError: no shard 7" in found.say
+    assert sum("no shard 7" in line for line in found.chain) == 1
+
+
+def test_a_thread_that_died_is_told_where_the_call_was_not_its_own(tmp_path: Path) -> None:
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    for rank, group in ((zero, a), (one, c)):
+        rank.over(rank.call(group))
+    zero.wait(zero.call(a))
+    one.thread(1, "logger").text(Kind.EXCEPTION, "RuntimeError: disk full")
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+    assert any("thread logger ended by RuntimeError: disk full" in line for line in found.chain)
+
+
+def test_a_main_thread_that_raised_left_though_its_process_stays(tmp_path: Path) -> None:
+    """A thread keeps it; its main thread's stack is in the interpreter's end."""
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    zero.over(zero.call(a))
+    zero.wait(zero.call(a))
+    one.over(one.call(c))
+    one.thread(1).over(one.call(c, "send", peer=0, tag="0"))
+    one.thread(0).text(Kind.EXCEPTION, "RuntimeError: main died")
+    frames = (Site("/usr/lib/python3.11/threading.py", 1553, "_shutdown"),)
+    found = replace(RecordReader().read(tmp_path), stacks=(Stack(1, "MainThread", frames),))
+    verdict = diagnose_found(found).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.EXCEPTION, (1,))
+    assert "main died" in verdict.say
+
+
+@pytest.mark.parametrize("op", ["recv", "all_reduce"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_open_call_that_nobody_waits_for_is_no_certain_fault(tmp_path: Path, op: str, waits: bool) -> None:
+    """A prefetch: rank 1 asks early and computes; rank 0 computes too, and answers later."""
+    (zero, world), (one, same) = pair(tmp_path)
+    for rank, group in ((zero, world), (one, same)):
+        rank.over(rank.call(group))
+    number = one.call(same, op, asynchronous=True, **({"peer": 0, "tag": "0"} if op == "recv" else {}))
+    if waits:
+        one.wait(number)
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (0,))
+    assert found.certainty is (Certainty.CERTAIN if waits else Certainty.CONDITIONAL)
+    assert ("rank 1 polls for what it has open" in found.condition) is not waits
+
+
+def test_a_call_that_is_waited_for_comes_before_one_that_is_not(tmp_path: Path) -> None:
+    """Rank 0 has left a call of rank 2 open, and rank 1 waits for rank 0, which computes."""
+    ranks = pair(tmp_path, size=3)
+    (zero, world), (one, same), (two, its) = ranks
+    for rank, group in ranks:
+        rank.over(rank.call(group))
+    zero.call(world, "recv", peer=2, tag="0", asynchronous=True)
+    one.wait(one.call(same, "recv", peer=0, tag="0"))
+    found = told(tmp_path).verdict
+    assert (found.certainty, found.ranks) == (Certainty.CERTAIN, (0,))
+    assert (two.rank, its.number) == (2, 1)
+
+
+def test_a_call_that_raised_is_not_finished(tmp_path: Path) -> None:
+    """Rank 0 caught the exception of its call and goes on; rank 1 came later and waits in it."""
+    (zero, world), (one, same) = pair(tmp_path)
+    number = zero.call(world)
+    zero.wait(number)
+    zero.done(number, "RuntimeError: no memory")
+    one.wait(one.call(same))
+    diagnosis = told(tmp_path)
+    found = diagnosis.verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.EXCEPTION, Certainty.CERTAIN, (0,))
+    assert "it failed on rank 0 at train.py:7 in step: RuntimeError: no memory" in found.say
+    assert "failed" in "".join(timetable(diagnosis))
+    assert "done" not in "".join(timetable(diagnosis))
+
+
+def test_a_call_that_raised_before_the_others_came_is_told_as_failed(tmp_path: Path) -> None:
+    (zero, world), (one, same) = pair(tmp_path)
+    for rank, group in ((zero, world), (one, same)):
+        rank.over(rank.call(group))
+    number = zero.call(world)
+    zero.wait(number)
+    zero.done(number, "RuntimeError: no memory")
+    found = told(tmp_path)
+    assert found.code == 3
+    assert "it failed on rank 0" in found.verdict.say
+    assert "finished" not in found.verdict.say
+
+
+def test_calls_that_raised_everywhere_are_not_said_to_complete(tmp_path: Path) -> None:
+    for rank, group in pair(tmp_path):
+        number = rank.call(group)
+        rank.wait(number)
+        rank.done(number, "RuntimeError: timed out")
+    found = told(tmp_path)
+    assert found.code == 0
+    assert "it failed on ranks 0 and 1 at train.py:7 in step: RuntimeError: timed out" in found.verdict.say
+    assert "and completes" not in found.verdict.say
+
+
+def test_a_prefetch_of_a_job_that_moves_is_not_decided(tmp_path: Path) -> None:
+    """Stacks show both outside, for a moment."""
+    (zero, world), (one, same) = pair(tmp_path, ago_s=0.0)
+    zero.call(world, asynchronous=True)
+    one.over(one.call(same, "send", peer=0, tag="0"))
+    frames = (Site("time.py", 1, "sleep"), Site("train.py", 9, "step"))
+    stacks = tuple(Stack(rank, "MainThread", frames) for rank in (0, 1))
+    found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=stacks))
+    assert (found.code, found.verdict.certainty) == (3, Certainty.UNDECIDED)
+
+
+def test_the_line_is_that_of_the_thread_whose_call_it_is(tmp_path: Path) -> None:
+    """And where the main thread stands is not where the rank does."""
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    for rank, group in ((zero, a), (one, c)):
+        rank.over(rank.call(group))
+        rank.thread(1).over(rank.call(group, line=19))
+    zero.wait(zero.call(a, line=20))
+    frames = (Site("/usr/lib/python3.11/threading.py", 1119, "join"), Site("train.py", 40, "main"))
+    stacks = tuple(Stack(rank, "MainThread", frames) for rank in (0, 1))
+    found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=stacks)).verdict
+    assert found.ranks == (1,)
+    assert "Rank 0 waits in all_reduce (call 3 on a) at train.py:20 in step" in found.say
+    told_of = " ".join((found.say, *found.chain)).lower()
+    assert "the main thread of rank 1 stands at train.py:40" in told_of
+
+
+def test_in_a_ring_the_lines_are_those_of_the_threads_in_it(tmp_path: Path) -> None:
+    (zero, (a, b, *_)), (one, (c, d, *_)) = threaded(tmp_path)
+    for rank, own, main in ((zero, a, b), (one, c, d)):
+        rank.thread(1).over(rank.call(own, line=19))
+        rank.over(rank.call(main, line=19))
+        rank.thread(0)
+    zero.thread(1).wait(zero.call(a, line=20))
+    zero.thread(0).over(zero.call(zero.group("e", 0), line=40))
+    one.thread(1).wait(one.call(d, line=21))
+    found = told(tmp_path).verdict
+    assert (found.cls, found.ranks) == (Class.CYCLE, (0, 1))
+    assert "train.py:20" in found.say
+    assert "train.py:21" in found.say
+    assert "train.py:40" not in found.say
+
+
+def test_calls_that_all_made_and_nobody_waits_for_are_no_fault(tmp_path: Path) -> None:
+    """Their end was not seen, as the program has dropped what would tell it."""
+    for rank, group in pair(tmp_path):
+        rank.call(group, asynchronous=True)
+    found = told(tmp_path)
+    assert (found.code, found.verdict.ranks) == (3, ())
+    assert "no call that is open lacks a member" in found.verdict.say
+
+
+def test_a_rank_that_left_left_with_its_threads(tmp_path: Path) -> None:
+    (zero, (a, *_)), (one, (c, *_)) = threaded(tmp_path)
+    for rank, group in ((zero, a), (one, c)):
+        rank.thread(1).over(rank.call(group))
+        rank.thread(0)
+    zero.thread(1).wait(zero.call(a))
+    one.call(c, "recv", peer=0, tag="0", asynchronous=True)
+    one.recorder.close()
+    found = RecordReader().read(tmp_path)
+    assert {event.thread for event in found.events if event.rank == 1 and event.calls} == {"", "Thread-1 (work)"}
+    verdict = diagnose_found(found).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.MISSING, (1,))
+    assert "rank 1, which has left" in verdict.say

@@ -88,7 +88,7 @@ def severity(verdict: Verdict) -> int:
 
 def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
     """The verdict on a situation. graph: its wait-for graph. core: nodes stuck even if every root were free."""
-    roots = _roots(graph)
+    roots = _first(_roots(graph), situation, graph)
     for standing, cls in ((Standing.RAISED, Class.EXCEPTION), (Standing.EXITED, Class.MISSING)):
         if gone := [host for host, active in roots if active and host.standing is standing]:
             return _absent(cls, gone, graph)
@@ -111,13 +111,39 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     return _settled(graph) if situation.quiet else Verdict(Class.NONE)
 
 
+def awaited(graph: nx.DiGraph[Any]) -> set[Any]:
+    """The nodes that some host waits for, itself or through others: not calls that are open and that nobody needs."""
+    todo = [node for node in graph if node[0] == "host" and graph.out_degree(node)]
+    found: set[Any] = set()
+    while todo:
+        fresh = [node for node in graph.successors(todo.pop()) if node not in found]
+        found.update(fresh)
+        todo += fresh
+    return found
+
+
+def _first(roots: list[tuple[Host, bool]], situation: Situation, graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
+    """Of evidence, the roots that somebody waits for, if there are any, and those that raised."""
+    if any(host.ahead is not None for host in situation.hosts):
+        return roots
+    needed = awaited(graph)
+    some = [each for each in roots if ("host", each[0].rank, each[0].thread) in needed]
+    return [each for each in roots if each in some or each[0].standing is Standing.RAISED] if some else roots
+
+
 def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
     """Hosts that wait for nobody and are waited for, and whether by an operation that waits for nothing before it."""
     found = []
     for node, data in graph.nodes(data=True):
         if node[0] == "host" and not graph.out_degree(node) and graph.in_degree(node):
-            found.append((data["host"], any(graph.nodes[op].get("active") for op in graph.predecessors(node))))
+            found.append((data["host"], any(graph.nodes[op].get("active") for op in _needing(graph, node))))
     return sorted(found, key=lambda each: (each[0].rank, each[0].thread))
+
+
+def _needing(graph: nx.DiGraph[Any], node: Any) -> list[Any]:
+    """The operations that an actor keeps waiting, alone or as one of several threads."""
+    before = list(graph.predecessors(node))
+    return [op for one in before for op in (graph.predecessors(one) if one[0] == "any" else (one,))]
 
 
 def _place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
@@ -137,7 +163,7 @@ def _absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdic
     alike: dict[tuple[str, str], list[Host]] = {}
     for host in hosts:
         node = ("host", host.rank, host.thread)
-        ops = sorted(graph.predecessors(node), key=partial(_nearest, graph, host.rank)) if node in graph else []
+        ops = sorted(_needing(graph, node), key=partial(_nearest, graph, host.rank)) if node in graph else []
         waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
         alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
     lines = [f"{waiting}{words.standings(same)}" for (waiting, _), same in alike.items()]
@@ -188,20 +214,35 @@ def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verd
         verb = "differs" if len(odd) == 1 else "differ"
         say += f" {words.ranks(odd).capitalize()} {verb} from the majority, which calls {order}."
     found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
+    if doubtful := sorted({graph.nodes[actor]["rank"] for actor in _guessed(graph, nodes)}):
+        found = found.only_if(f"no other thread of {words.ranks(doubtful)} makes the call that is missing")
     presumed = [graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed]
     return replace(found, condition=f"{words.ranks(presumed)} waits for what it has open") if presumed else found
+
+
+def _guessed(graph: nx.DiGraph[Any], nodes: Sequence[Any]) -> list[Any]:
+    """Actors of a cycle that wait, while another thread of their rank may make the call."""
+    found = []
+    for op, actor in [*pairwise(nodes), (nodes[-1], nodes[0])]:
+        if op[0] == "op":
+            through = actor if graph.has_edge(op, actor) else ("any", actor[1], "", op[1])
+            found += [actor] if graph.has_edge(op, through) and graph.edges[op, through].get("guessed") else []
+    return found
 
 
 def _out_of_order(ops: Sequence[Meeting]) -> tuple[tuple[int, ...], str]:
     """The ranks that call two operations of the cycle in another order than most, and the order of most."""
     for first, second in [*pairwise(ops), (ops[-1], ops[0])]:
         sides: dict[bool, list[int]] = {}
-        for seat in set(first.seats) & set(second.seats):
-            places = [each.arrived[seat][0].order if seat in each.arrived else None for each in (first, second)]
-            one, two = places
+        both = set(first.seats) & set(second.seats)
+        for seat in both:
+            made = [each.arrived.get(seat) for each in (first, second)]
+            if any(each is not None and each[1].confidence is not Confidence.OBSERVED for each in made):
+                continue  # a call that was concluded from elsewhere shows no order
+            one, two = (None if each is None else each[0].order for each in made)
             if one != two:
                 sides.setdefault(two is None or (one is not None and one < two), []).append(seat[0])
-        if odd := minority(sides.values()):
+        if odd := minority(sides.values(), len(both)):
             early, late = (first, second) if len(sides.get(True, ())) > len(sides.get(False, ())) else (second, first)
             return odd, f"{words.operation(early)} before {words.operation(late)}"
     return (), ""
@@ -214,19 +255,30 @@ def shortest_cycle(graph: nx.DiGraph[Any], tried: int = 64) -> list[Any]:
         if len(component) < 2:
             continue
         part = graph.subgraph(component)
-        for start in sorted((node for node in component if node[0] != "op"), key=lambda n: (n[1], n[0], n[2]))[:tried]:
+        actors = [node for node in component if node[0] not in ("op", "any")]
+        for start in sorted(actors, key=lambda n: (n[1], n[0], n[2]))[:tried]:
             length, paths = nx.single_source_dijkstra(part, start, weight=None)
             backs = [node for node in part.predecessors(start) if node in length]
             end = min(backs, key=lambda node: (length[node], node))
             if not best or (len(paths[end]), paths[end][0][0] != "host") < (len(best), best[0][0] != "host"):
                 best = paths[end]
-    return best
+    return [node for node in best if node[0] != "any"]
+
+
+def _failed(meetings: Sequence[Meeting]) -> Verdict:
+    """Others still wait in what raised an exception on some ranks, which went on without it."""
+    ranks = tuple(sorted({rank for meeting in meetings for rank in meeting.failures()}))
+    lines = [f"{words.waiters(meeting)}; {words.failure(meeting)}" for meeting in meetings]
+    say = f"{lines[0][0].upper()}{lines[0][1:]}."
+    return Verdict(Class.EXCEPTION, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES["exception"])
 
 
 def _settled(graph: nx.DiGraph[Any]) -> Verdict:
     """All came and agree: a member that did not finish what its peers did, or nobody did."""
     leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
     open_ops = sorted((data["meeting"] for data in leaves), key=_place)
+    if broken := [meeting for meeting in open_ops if meeting.failures()]:
+        return _failed(broken)
     stalled: dict[int, Meeting] = {}
     relayed: list[Meeting] = []
     for meeting in open_ops:

@@ -28,6 +28,9 @@ OPERATIONS = {
 HOST_MEDIA = frozenset({"gloo", "mpi", "host", "zmq", "tcp"})
 """Media that need no room on a device."""
 
+NOTHING = "nothing"
+"""The operation of a WAIT that is over, of a thread that waits for none of the calls that it has open."""
+
 HOST_OPERATIONS = frozenset({"INIT", "FIN"})
 """Operations that never need room on a device, whatever the medium."""
 
@@ -112,7 +115,8 @@ class Event:
     communicator or in the direction of a pair, from 0; None = the order of the events says it. tag: size or variant,
     opaque. sizes, outputs: input and output shapes, in elements. splits: elements for each member, of an
     all_to_all. streams, any_of: of a wait; `("*",)` is every stream of the rank. parts: of a group. skipped: how many
-    calls of the rank right before it the evidence left out, as they met, agreed and ended.
+    calls of the rank right before it the evidence left out, as they met, agreed and ended. failed: what a call raised
+    that is over: it did not complete.
     """
 
     rank: int
@@ -139,6 +143,7 @@ class Event:
     state: State = State.UNKNOWN
     confidence: Confidence = Confidence.OBSERVED
     skipped: int = 0
+    failed: str = ""
 
     def now(self, state: State, site: Site | None = None) -> Event:
         """The same event in another state, its site made known if it was not; much cheaper than `replace`."""

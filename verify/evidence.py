@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from verify.events import Confidence, Event, Kind, State
+from verify.events import NOTHING, Confidence, Event, Kind, State
 from verify.matching import Host, Launch, Situation, Standing, take_seats, waited_for
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def situation_of(
     events: of each rank in its host order; a call or wait that is not COMPLETED is open. ranks: everybody who should be
     there, besides the members that the events name. quiet: the job has not moved for longer than any operation or host
     work takes. A thread is blocked where its last event is an open blocking call or wait; outside or gone where that
-    says so; and with open launches, in a quiet job, presumed to wait for them. A rank without events is UNKNOWN, and so
+    says so; and with open launches of its own, in a quiet job, presumed to wait for them, unless its last event says
+    that it waits for nothing (`verify.readers.found.waits_for_nothing`). A rank without events is UNKNOWN, and so
     is a thread that may still be running, or one that waits for what the evidence does not show. present: ranks whose
     evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. unsure: see
     `Situation`. A rank that made a later
@@ -38,6 +40,7 @@ def situation_of(
     meetings: dict[Key, Meeting] = {}
     counts: Counter[tuple[Channel, Seat]] = Counter()
     last: dict[tuple[int, str], tuple[Event, Launch | None]] = {}
+    made: dict[tuple[int, str], set[Channel]] = {}
     for event in events:
         issued: Launch | None = None
         if event.calls:
@@ -46,6 +49,7 @@ def situation_of(
             issued = Launch(event, order, done=event.state is State.COMPLETED)
             mine.append(issued)
             take_seats(issued, meetings, counts)
+            made.setdefault((event.rank, event.thread), set()).update(each.key[0] for each in issued.meetings)
         last[event.rank, event.thread] = (event, issued)
     for (channel, number), meeting in meetings.items():
         example = next(iter(meeting.arrived.values()))[1]
@@ -53,7 +57,11 @@ def situation_of(
             if seat not in meeting.arrived and counts[channel, seat] > number:
                 passed = replace(example, rank=seat[0], site=None, confidence=Confidence.INFERRED)
                 meeting.arrived[seat] = (Launch(passed, -1, done=True), passed)
-    hosts = [_host(event, issued, launches.get(rank, ()), quiet) for (rank, _), (event, issued) in sorted(last.items())]
+    hosts = []
+    for who, (event, issued) in sorted(last.items(), key=itemgetter(0)):
+        host = _host(event, issued, launches.get(who[0], ()), quiet)
+        host.made = frozenset(made.get(who, ()))
+        hosts.append(host)
     expected = {member for (_, _, members), _ in meetings for member in members} | set(ranks)
     idle = set(present) if quiet else set()
     hosts += [
@@ -65,8 +73,10 @@ def situation_of(
 
 def _host(event: Event, issued: Launch | None, launches: Sequence[Launch], quiet: bool) -> Host:
     """Where the thread stands whose last event is `event`."""
-    open_ = tuple(launch for launch in launches if not launch.done)
     over = event.state is State.COMPLETED
+    idle = event.kind is Kind.WAIT and over and event.operation == NOTHING
+    # What another thread has open, that one waits for.
+    open_ = tuple(one for one in launches if not one.done and one.event.thread == event.thread and not idle)
     presumed = False
     waits: tuple[Launch, ...] = ()
     if event.kind is Kind.EXIT:

@@ -100,6 +100,10 @@ class Meeting:
         """Everybody who has to come."""
         return seats_of(self.key[0])
 
+    def failures(self) -> dict[int, Event]:
+        """Rank -> its call, of those whose call raised an exception."""
+        return {seat[0]: call for seat, (_, call) in sorted(self.arrived.items()) if call.failed}
+
     def agrees(self) -> bool:
         """Whether the calls that came so far are the same operation with the same arguments."""
         told = {(call.operation, call.tag, call.sizes, call.dtype, call.root) for _, call in self.arrived.values()}
@@ -174,7 +178,7 @@ class Host:
     """A host thread. waits: the launches it waits for, all of them or any.
 
     presumed: that it waits is concluded from its open launches, not seen. ahead: the calls that it would still issue,
-    None where that is unknown.
+    None where that is unknown. made: what it has issued calls on, as far as the evidence goes.
     """
 
     rank: int
@@ -185,6 +189,7 @@ class Host:
     any_of: bool = False
     presumed: bool = False
     ahead: Counter[Channel] | None = None
+    made: frozenset[Channel] = frozenset()
 
 
 @dataclass

@@ -3,6 +3,7 @@
 The graph is bipartite, actor -> operation -> actor, so that a collective of n members has n edges and not n^2.
 
     ("host", rank, thread)   a host thread: waits for the operations of its call or wait; OR for an 'any of' wait
+    ("any", rank, "", key)   any one of the threads of a rank that may make a call: OR
     ("queue", rank, order)   a launch that is not first in its queues: waits for the operations right before it
     ("op", key)              a meeting: waits for the actors that still keep a member from it
 
@@ -82,13 +83,15 @@ def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
     """The wait-for graph of a situation, over all media, streams and devices at once.
 
     Node attributes: rank (actors), mode ("and" | "or"), host, launch, meeting (what it stands for), active (of an
-    operation: somebody waits in it and for nothing before it). Linear in the calls and their members.
+    operation: somebody waits in it and for nothing before it). Edge attribute: guessed (from an operation: perhaps
+    another thread makes the call). Linear in the calls and their members.
     """
     graph: nx.DiGraph[Any] = nx.DiGraph()
     hosts: dict[int, list[Host]] = {}
     for host in situation.hosts:
         hosts.setdefault(host.rank, []).append(host)
         graph.add_node(("host", host.rank, host.thread), rank=host.rank, mode="or" if host.any_of else "and", host=host)
+    threaded = any(host.thread and host.ahead is None for host in situation.hosts)
     seen: set[int] = set()
     behind = {id(launch): (launch, before) for launch, before in situation.predecessors()}
     for launch, before in behind.values():
@@ -106,18 +109,26 @@ def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
         together, empty = reach(launch)
         joined = {id(meeting): meeting for each in together.values() if not each.done for meeting in each.meetings}
         blocked = [("queue", one.rank, one.order) for key, one in together.items() if key in behind and behind[key][1]]
-        absent = []
+        absent: list[tuple[Any, bool]] = [(actor, False) for actor in blocked]
         for meeting, seat in empty:
             if (seat[0], meeting.key[0].name) in situation.unsure:
                 lost = Host(seat[0], NOBODY_KNOWS, Standing.UNKNOWN)
                 graph.add_node(("host", seat[0], NOBODY_KNOWS), rank=seat[0], mode="and", host=lost)
-                absent.append(("host", seat[0], NOBODY_KNOWS))
-            else:
-                absent += [("host", *who) for who in _callers(hosts.get(seat[0], []), meeting, seat)]
+                absent.append((("host", seat[0], NOBODY_KNOWS), False))
+                continue
+            mine = hosts.get(seat[0], [])
+            able, guessed = _callers(mine, meeting, seat)
+            if len(able) > 1 and mine[0].ahead is None:
+                anyone = ("any", seat[0], "", meeting.key)
+                graph.add_node(anyone, rank=seat[0], mode="or")
+                graph.add_edges_from((anyone, who) for who in able)
+                able = [anyone]
+            absent += [(who, guessed and threaded) for who in able]
         seen |= joined.keys()
         for meeting in joined.values():
             graph.add_node(("op", meeting.key), mode="and", meeting=meeting)
-            graph.add_edges_from((("op", meeting.key), actor) for actor in (*blocked, *absent))
+            for actor, guessed in absent:
+                graph.add_edge(("op", meeting.key), actor, guessed=guessed)
     for host in situation.hosts:
         if host.standing is Standing.BLOCKED:
             keys = dict.fromkeys(meeting.key for launch in host.waits for meeting in launch.meetings)
@@ -125,13 +136,28 @@ def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
     return graph
 
 
-def _callers(hosts: list[Host], meeting: Meeting, seat: Seat) -> list[tuple[int, str]]:
-    """The threads that a meeting waits for: those that would still call it, else those of the rank that wait."""
+def _callers(hosts: list[Host], meeting: Meeting, seat: Seat) -> tuple[list[Any], bool]:
+    """The threads that a meeting waits for, and whether these are no more than a guess.
+
+    Of a program, those that would still call it, else those of the rank that wait. Of evidence, whoever made the
+    earlier calls of that group; where nobody did, any thread of the rank, but for those that ended while others may
+    still come. A thread that ended is the one if its namesakes made the call on all other ranks.
+    """
     channel = meeting.key[0]
-    able = [host for host in hosts if host.ahead is None or host.ahead[channel]]
-    if not able:
-        able = [host for host in hosts if host.standing not in ROOTS] or hosts
-    return [(host.rank, host.thread) for host in able] or [(seat[0], "")]
+    guessed = False
+    ended = [host for host in hosts if host.thread and host.standing is Standing.RAISED]
+    names = {call.thread for _, call in meeting.arrived.values()} if ended else set()
+    dead = [host for host in ended if {host.thread} == names]
+    if all(host.ahead is not None for host in hosts):
+        able = [host for host in hosts if host.ahead is None or host.ahead[channel]]
+        able = able or [host for host in hosts if host.standing not in ROOTS] or hosts
+    elif able := [host for host in hosts if channel in host.made]:
+        able += [host for host in dead if host not in able]
+    else:
+        coming = [host for host in hosts if host.standing not in (Standing.RAISED, Standing.BLOCKED)]
+        guessed = True
+        able = dead or ([host for host in hosts if host not in ended] if coming else hosts)
+    return [("host", host.rank, host.thread) for host in able] or [("host", seat[0], "")], guessed
 
 
 def stuck(graph: nx.DiGraph[Any], free: Collection[Any] = ()) -> set[Any]:

@@ -84,6 +84,15 @@ def waiters(meeting: Meeting) -> str:
     return f"{ranks(seat[0] for seat, _ in open_)} {verb} in {operation(meeting)}{site}"
 
 
+def failure(meeting: Meeting) -> str:
+    """Where a call raised an exception, and which."""
+    failed = meeting.failures()
+    told: dict[str, list[int]] = {}
+    for rank, call in failed.items():
+        told.setdefault(f"{at(call)}: {call.failed[:200]}", []).append(rank)
+    return "; ".join(f"it failed on {ranks(numbers)}{what}" for what, numbers in list(told.items())[:2])
+
+
 def standing(host: Host) -> str:
     """A host that waits for nobody."""
     return standings([host])
@@ -94,7 +103,7 @@ def standings(hosts: Sequence[Host]) -> str:
     host, numbers = hosts[0], {host.rank for host in hosts}
     event = host.event
     name = ranks(numbers)
-    if len(hosts) == 1 and host.thread.strip(NOBODY_KNOWS):
+    if len(hosts) == 1 and host.thread.strip(NOBODY_KNOWS) and host.standing is not Standing.EXITED:
         name += f" (thread {host.thread})"
     has, is_, does = ("has", "is", "does") if len(numbers) == 1 else ("have", "are", "do")
     what = event.operation if event is not None else ""

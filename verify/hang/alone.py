@@ -32,7 +32,7 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     if any(event.calls for event in found.events) or not found.stacks:
         return None
     where = places(found.stacks)
-    gone = sorted({event.rank for event in found.events if event.kind is Kind.EXIT})
+    gone = sorted({event.rank for event in found.events if event.kind is Kind.EXIT and not event.thread})
     unseen = sorted(set(everybody) - set(where) - set(gone))
     calling = {rank: place for rank, place in where.items() if place.at is At.COLLECTIVE and rank not in gone}
     if unseen or not calling:

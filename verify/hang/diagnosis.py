@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from verify import words
 from verify.arguments import misfit
-from verify.blame import Certainty, Class, Verdict, judge, shortest_cycle
+from verify.blame import Certainty, Class, Verdict, awaited, judge, shortest_cycle
 from verify.events import Confidence
 from verify.evidence import situation_of
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.stacks import At, for_anybody, places, recorded, standings
 from verify.matching import NOBODY_KNOWS, Situation, Standing
+from verify.readers.found import ENDED
 from verify.waitgraph import stuck, wait_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import networkx as nx
 
@@ -98,6 +99,7 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     verdict = _weighed(verdict, found, situation, graph, absent, where)
     if verdict.cls is Class.OUTSIDE and verdict.certainty is Certainty.CERTAIN and not _waited_for(graph):
         verdict = _nobody_waits(verdict, situation)
+    verdict = _if_needed(verdict, found, situation, graph)
     unknown = [*found.unknown]
     dark = frozenset(everybody) - found.present
     if absent:
@@ -106,7 +108,8 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     unknown += [f"what rank {place.rank} waits for in {place.site}: its stack ends there" for place in unclear[:2]]
     if lost := sum(stack.rank is None for stack in found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
-    verdict = _placed(verdict, where, found.remarks)
+    threaded = {host.rank for host in situation.hosts if host.thread.strip(NOBODY_KNOWS)}
+    verdict = _placed(verdict, where, found.remarks, threaded)
     return Diagnosis(verdict, found.source, tuple(unknown), where, situation, graph, frozenset(core), dark)
 
 
@@ -242,7 +245,35 @@ def _weighed(
         if not any(event.calls for event in found.events):
             what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
             return verdict.undecided(f"the evidence holds {what}")
+        if broken := [meeting for meeting in situation.meetings.values() if meeting.failures()]:
+            last = broken[-1]
+            what = f"{words.operation(last)}, {words.failure(last)}"
+            return replace(verdict, say=f"No alarm: nobody waits for another rank. Not all calls completed: of {what}.")
     return verdict
+
+
+NEEDED = (Class.MISSING, Class.OUTSIDE, Class.BELOW, Class.DEVICE_STALL)
+"""What is wrong only if somebody needs the call that is open."""
+
+
+def _if_needed(verdict: Verdict, found: Found, situation: Situation, graph: nx.DiGraph[Any]) -> Verdict:
+    """On a condition where no thread waits for the calls that are open, as their records show.
+
+    Such a call is on threads or queues of its own, and keeps nobody before its host asks for it.
+    """
+    idle = sorted({launch.rank for mine in situation.launches.values() for launch in mine if not launch.done})
+    if verdict.cls not in NEEDED or verdict.certainty is not Certainty.CERTAIN or not idle:
+        return verdict
+    needed = awaited(graph)
+    missing = verdict.cls in (Class.MISSING, Class.OUTSIDE)
+    blamed = [node for node in needed if not missing or (node[0] == "host" and node[1] in verdict.ranks)]
+    if blamed or not found.whole.issuperset(idle):
+        return verdict
+    polls, has, its = ("polls", "it has", "its") if len(idle) == 1 else ("poll", "they have", "their")
+    if moving := found.lively & {*idle, *verdict.ranks}:
+        mine = f"no thread of {words.ranks(idle)} waits for what {has} open"
+        return _undecided(verdict, f"{words.ranks(moving)} moved a moment ago, and {mine}")
+    return verdict.only_if(f"{words.ranks(idle)} {polls} for what {has} open, which none of {its} threads waits for")
 
 
 def _waited_for(graph: nx.DiGraph[Any]) -> bool:
@@ -256,7 +287,9 @@ def _nobody_waits(verdict: Verdict, situation: Situation) -> Verdict:
     what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
     verb = "is" if len(verdict.ranks) == 1 else "are"
     who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
-    return Verdict(Class.NONE).undecided(f"no call is open, so nobody waits for another; {who} in {what}")
+    open_ = any(not launch.done for mine in situation.launches.values() for launch in mine)
+    none = "no call that is open lacks a member" if open_ else "no call is open"
+    return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")
 
 
 def _ahead(found: Found, situation: Situation) -> str:
@@ -267,6 +300,9 @@ def _ahead(found: Found, situation: Situation) -> str:
         late = [r for r in lacking if r in found.present and (r, meeting.key[0].name) not in found.unsure]
         if done and late and meeting.key[0].kind == "collective":
             what = f"{words.ranks(done)} finished {words.operation(meeting)}"
+            if meeting.failures():
+                what = f"of {words.operation(meeting)}, {words.failure(meeting)}"
+                return f"{what}; {words.ranks(late)} did not call it or called it after the dump"
             return f"{what}, which {words.ranks(late)} did not call or called after the dump"
     return ""
 
@@ -283,13 +319,22 @@ def _all_seen(found: Found, situation: Situation) -> bool:
     return bool(ranks) and ranks <= found.whole
 
 
-def _placed(verdict: Verdict, where: dict[int, Place], remarks: Sequence[tuple[int, str]] = ()) -> Verdict:
+def _in(say: str, remark: str) -> bool:
+    """Whether the exception that a remark is about is in the sentence already."""
+    return remark.startswith(ENDED) and remark.partition(" ended by ")[2].partition(" at ")[0] in say
+
+
+def _placed(
+    verdict: Verdict, where: dict[int, Place], remarks: Sequence[tuple[int, str]], threaded: Collection[int]
+) -> Verdict:
     """With the line at which each blamed rank stands, unless it is in the sentence already, and what was said of it."""
     if verdict.cls is not Class.NONE:
-        said = tuple(f"rank {rank}: {text}" for rank, text in remarks if rank in verdict.ranks)
+        mine = [(rank, text) for rank, text in remarks if rank in verdict.ranks or text.startswith(ENDED)]
+        mine.sort(key=lambda each: not each[1].startswith(ENDED))
+        said = tuple(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text))
         verdict = replace(verdict, chain=(*verdict.chain, *said[:6]))
     lines = [
-        f"rank {rank} stands at {where[rank].site}"
+        f"{f'the main thread of rank {rank}' if rank in threaded else f'rank {rank}'} stands at {where[rank].site}"
         for rank in verdict.ranks
         if rank in where and str(where[rank].site) not in verdict.say
     ]

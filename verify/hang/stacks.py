@@ -178,6 +178,8 @@ def recorded(found: Found, where: dict[int, Place]) -> tuple[frozenset[int], dic
     last = {event.rank: event for event in found.events if not event.thread}
     known, places_ = set(), dict(where)
     for rank, event in last.items():
+        if event.kind is Kind.EXIT and event.operation and event.confidence is not Confidence.INFERRED:
+            known.add(rank)  # its stack is that of a process that waits for its other threads
         if rank not in found.whole or event.state is State.COMPLETED or event.confidence is Confidence.INFERRED:
             continue
         if event.kind is Kind.EXTERNAL and event.operation.startswith(KEY):

@@ -161,6 +161,7 @@ def _cells(meeting: Meeting, dark: Collection[int]) -> dict[int, str]:
             cells[rank] = "no evidence" if rank in dark else "not called"
             continue
         state = "done" if all(launch.done for launch, _ in arrived) else "waits"
+        state = "failed" if any(call.failed for _, call in arrived) else state
         call = arrived[0][1]
         cells[rank] = f"{state} ({call.name})" if mixed and call.operation else state
     return cells

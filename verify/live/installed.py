@@ -51,14 +51,14 @@ class LiveInstalled(Ring):
     @property
     def ended(self) -> bool:
         """Whether its main thread does nothing any more."""
-        if self.raised is not None or (self.process is not None and self.process in GONE):
+        if 0 in self.raised or (self.process is not None and self.process in GONE):
             return True
         return self.process is None and self.recording.closed_ns is not None
 
     @property
     def waiting(self) -> bool:
         """Whether its main thread is in a wait that the record shows."""
-        return bool(self.standing())
+        return 0 in self.waits or 0 in self._syncs or bool(self._hosts.get(0))
 
     @property
     def busy(self) -> bool:

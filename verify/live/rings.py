@@ -138,7 +138,7 @@ class _Rank:
             number=self.number,
             clear=not ring.lost_graphs,
             ended=ring.ended,
-            failed=ring.raised is not None or (gone and not closed),
+            failed=0 in ring.raised or (gone and not closed),
             gave_up=gave_up,
             busy=ring.busy,
             process="" if closed and ring.ended else self.process,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kernel.errors import UsageError
-from verify.events import Confidence, Event, Kind, State
+from verify.events import NOTHING, Confidence, Event, Kind, State
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 class Damaged(UsageError):
     """A file that its writer did not finish, or that was cut or changed since. In a folder the others still tell."""
+
+
+ENDED = "one of its threads is gone: "
+"""How a remark begins that is told of any rank, as it may be the cause though another rank is blamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ class Found:
 def nothing_open(rank: int) -> Event:
     """An event that says of a rank without any other one that it is there and has nothing open, as evidence shows."""
     return Event(rank, Kind.WAIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+
+
+def waits_for_nothing(rank: int, thread: str = "") -> Event:
+    """An event that says of a thread that it waits for nothing, whatever it has open."""
+    return Event(rank, Kind.WAIT, NOTHING, thread=thread, state=State.COMPLETED, confidence=Confidence.INFERRED)
 
 
 class Reader(Protocol):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 from kernel.record import Kind
 from kernel.record.foreign import HOST_MEDIA, PROGRAM
-from verify.events import Confidence, Event, State
+from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
-from verify.readers.found import Found
+from verify.readers.found import ENDED, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
 from verify.readers.record import alive
 
@@ -50,10 +50,15 @@ class _Rank:
     """Seconds since it moved, of a process that runs here."""
     runs: bool | None
     left: Event | None = None
-    by_call: Item | None = None
-    """The call whose exception it left by."""
     unknown: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    """Threads of it that ended by an exception."""
+
+    @property
+    def here(self) -> bool:
+        """Whether its process is there, perhaps for a thread that the main one has left behind."""
+        return self.ring.recording.closed_ns is None and self.runs is True
 
 
 def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
@@ -86,26 +91,44 @@ def of_rings(
     lively: set[int] = set()
     gave_up: set[int] = set()
     for rank, each in ranks.items():
-        consequence = each.by_call is not None and _consequence(rank, each, ranks)
-        if consequence and each.by_call is not None:
-            # What it was in says more than that it gave up.
-            unknown.append(f"{source}: rank {rank}: left because of another one: {each.by_call.failed[:200]}")
-            each.by_call.done = False
-            each.ring.waits[0] = each.by_call.number
-            gave_up.add(rank)
+        consequence = False
+        for thread, raised in each.ring.raised.items():
+            item = each.ring.items_by_number.get(raised.a - 1)
+            if item is not None and _consequence(rank, item, ranks):
+                # What it was in says more than that it gave up.
+                who = each.ring.called(thread)
+                unknown.append(f"{source}: rank {rank}: {who}left because of another one: {item.failed[:200]}")
+                item.done = False
+                each.ring.waits[thread] = item.number
+                consequence |= thread == 0
+                gave_up |= {rank} if thread == 0 else set()
+            elif thread:
+                where = f" at {raised.site}" if raised.site else ""
+                each.ended.append(f"{ENDED}{each.ring.called(thread)}ended by {raised.text[:200]}{where}")
         mine = each.ring.events()
-        last = [] if consequence or each.left is None else [each.left]
-        if not last:
+        if each.left is not None and not consequence and not each.here:
+            # With all of its threads.
+            last = [replace(each.left, thread=thread) for thread in sorted({*(event.thread for event in mine), ""})]
+            last.reverse()
+        else:
             last = each.ring.standing()
-            if not last and (idle := _idle(each, patience_s)) is not None:
-                last = [idle]
+            if each.left is not None and not consequence:
+                last = [*(event for event in last if event.thread), each.left]
+            elif not any(not event.thread for event in last):
+                idle = _idle(each, patience_s)
+                if idle is None and last and all(event.thread for event in mine):
+                    idle = waits_for_nothing(rank)
+                last += [] if idle is None else [idle]
+            if each.age_s is not None and each.age_s < patience_s:
+                # Whatever waits for nothing may be about to make a call.
+                last = [replace(event, state=State.STARTED) if event.operation == NOTHING else event for event in last]
             if each.age_s is not None and each.age_s < patience_s:
                 lively.add(rank)
                 told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
                 unknown.append(f"{told}: look again before believing that it is stuck")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]
-        remarks += [(rank, text) for text in (*each.ring.remarks, *each.remarks)]
+        remarks += [(rank, text) for text in (*each.ended, *each.ring.remarks, *each.remarks)]
     if absent := sorted(everybody - set(rings)):
         told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
         unknown.append(f"{source}: no ring of rank {told}")
@@ -135,8 +158,7 @@ def _leave(rank: _Rank) -> None:
     """How a rank left, if it did."""
     ring, recording = rank.ring, rank.ring.recording
     number = recording.rank
-    if (raised := ring.raised) is not None:
-        rank.by_call = ring.items_by_number.get(raised.a - 1)
+    if (raised := ring.raised.get(0)) is not None:
         rank.left = Event(number, What.EXIT, raised.text, site=ring.site(raised.site), state=State.COMPLETED)
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
@@ -147,11 +169,8 @@ def _leave(rank: _Rank) -> None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
 
 
-def _consequence(rank: int, mine: _Rank, ranks: Mapping[int, _Rank]) -> bool:
+def _consequence(rank: int, item: Item, ranks: Mapping[int, _Rank]) -> bool:
     """Whether the exception that a call raised tells of another rank."""
-    item = mine.by_call
-    if item is None:
-        return False
     text = item.failed.lower()
     others = [each for other, each in ranks.items() if other != rank]
     if any(word in text for word in CONSEQUENCES[:2]):

@@ -20,6 +20,7 @@ from kernel.record.foreign import (
 )
 from verify.events import Communicator, Confidence, Event, Site, State, pair_stream
 from verify.events import Kind as What
+from verify.readers.found import waits_for_nothing
 
 if TYPE_CHECKING:
     from kernel.record import Event as Entry
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 KEEP: Final = 20_000
 """Finished calls of a rank that are kept, the newest ones; unfinished ones always are."""
 ANYBODY: Final = "? anybody"
+FOREIGN: Final = "Dummy-"
+"""How Python calls threads that it has not started."""
 STORE: Final = "store: "
 """How a wait for a key of a store begins, as `Life` writes it."""
 DTYPES: Final = {
@@ -95,7 +98,8 @@ class Ring:
     items_by_number: dict[int, Item] = field(default_factory=dict)
     waits: dict[int, int] = field(default_factory=dict)
     """Thread -> number of the call that it waits for."""
-    raised: Entry | None = None
+    raised: dict[int, Entry] = field(default_factory=dict)
+    """Thread -> the exception that ended it."""
 
     def __post_init__(self) -> None:
         recording = self.recording
@@ -116,7 +120,7 @@ class Ring:
         self._sites: dict[str, Site | None] = {}
         self._comms: dict[tuple[int, str], Communicator] = {}
         self._edges, self._broken, self._lost, self._decision = False, False, 0, ""
-        self._last_site = ""
+        self._last_sites: dict[int, str] = {}
         self.take(recording)
 
     def take(self, recording: Recording) -> None:
@@ -163,8 +167,8 @@ class Ring:
 
     def _take(self, entry: Entry) -> None:
         thread = entry.epoch
-        if entry.site and thread == 0:
-            self._last_site = entry.site
+        if entry.site:
+            self._last_sites[thread] = entry.site
         match entry.kind:
             case Kind.INPUTS | Kind.OUTPUTS | Kind.BASES:
                 part = self._parts.setdefault((entry.kind, _group(entry), entry.seq), [])
@@ -200,8 +204,8 @@ class Ring:
             case Kind.HOST_WAIT_LEAVE:
                 if open_ := self._hosts.get(thread):
                     open_.pop()
-            case Kind.EXCEPTION if thread == 0:
-                self.raised = entry
+            case Kind.EXCEPTION:
+                self.raised[thread] = entry
             case Kind.DECISION:
                 self._decision = f"{DECIDED}{entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
             case Kind.MARK:
@@ -357,6 +361,7 @@ class Ring:
             blocking=False,
             site=self.site(item.site),
             state=State.COMPLETED if item.done else State.SCHEDULED,
+            failed=item.failed if item.done else "",
         )
 
     def host_wait(self, thread: int) -> Entry | None:
@@ -366,11 +371,17 @@ class Ring:
         return self._hosts[thread][-1] if self._hosts.get(thread) else None
 
     def standing(self) -> list[Event]:
-        """What the threads wait in, the main thread last; nothing for those that wait for nothing here."""
+        """Where the threads stand, the main thread last; nothing for that one where it waits for nothing here."""
         found: list[Event] = []
-        for thread in sorted({*self.waits, *self._syncs, *self._hosts}, reverse=True):
+        threads = {*self.waits, *self._syncs, *self._hosts, *self.raised, *(item.thread for item in self.items)}
+        for thread in sorted(threads, reverse=True):
             name = self._thread(thread)
-            if (number := self.waits.get(thread)) is not None:
+            if (raised := self.raised.get(thread)) is not None and thread not in self.waits:
+                site = self.site(raised.site)
+                found.append(
+                    Event(self.rank, What.EXIT, raised.text, thread=name, site=site, state=State.COMPLETED)
+                )
+            elif (number := self.waits.get(thread)) is not None:
                 found += self._waits_for(number, name)
             elif (sync := self._syncs.get(thread)) is not None:
                 items = self._behind(sync)
@@ -380,8 +391,8 @@ class Ring:
                 found.append(self._open(sync, kind, "" if streams else what, name, streams))
             elif open_ := self._hosts.get(thread):
                 found.append(self._open(open_[-1], What.EXTERNAL, open_[-1].text, name))
-        if found and found[-1].thread:
-            return []  # other threads wait, and the main one does not: nothing is known of the rank as a whole
+            elif name and all(item.medium in HOST_MEDIA for item in self.items if item.thread == thread):
+                found.append(waits_for_nothing(self.rank, name))
         return found
 
     def _open(self, entry: Entry, kind: What, what: str, thread: str, streams: tuple[str, ...] = ()) -> Event:
@@ -424,10 +435,16 @@ class Ring:
 
     def last_site(self) -> Site | None:
         """Where the main thread last did anything that the record shows."""
-        return self.site(self._last_site)
+        return self.site(self._last_sites.get(0, ""))
+
+    def called(self, thread: int) -> str:
+        """The name of a thread, to begin a sentence about it with; nothing for the main one."""
+        return f"thread {name} " if (name := self._thread(thread)) else ""
 
     def _thread(self, number: int) -> str:
-        return "" if number == 0 else self.threads.get(number, f"thread {number}")
+        name = "" if number == 0 else self.threads.get(number, f"thread {number}")
+        # No thread of Python's: one of autograd's, which works while the main thread waits for it.
+        return "" if name.startswith(FOREIGN) else name
 
     def _communicator(self, group: Group, call: Call) -> Communicator:
         tag = call.tag if call.peer is not None and call.medium in HOST_MEDIA and call.tag != "0" else ""
