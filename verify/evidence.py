@@ -27,7 +27,8 @@ def situation_of(
     events: of each rank in its host order; a call or wait that is not COMPLETED is open. ranks: everybody who should be
     there, besides the members that the events name. quiet: the job has not moved for longer than any operation or host
     work takes. A thread is blocked where its last event is an open blocking call or wait; outside or gone where that
-    says so; and with open launches, in a quiet job, presumed to wait for them. A rank without events is UNKNOWN, and so
+    says so; and with open launches, in a quiet job, presumed to wait for them, unless that event is an EXTERNAL,
+    completed and inferred, which says that it waits for none of them. A rank without events is UNKNOWN, and so
     is a thread that may still be running, or one that waits for what the evidence does not show. present: ranks whose
     evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. unsure: see
     `Situation`. A rank that made a later
@@ -73,6 +74,8 @@ def _host(event: Event, issued: Launch | None, launches: Sequence[Launch], quiet
         standing = Standing.RAISED if event.operation else Standing.EXITED
     elif event.kind is Kind.EXTERNAL and not over:
         standing = Standing.OUTSIDE
+    elif quiet and event.kind is Kind.EXTERNAL and event.confidence is Confidence.INFERRED:
+        standing = Standing.ELSEWHERE
     elif event.kind is Kind.WAIT and not over and (waits := waited_for(event, launches)):
         standing = Standing.BLOCKED
     elif issued is not None and event.blocking and not over:

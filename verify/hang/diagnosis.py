@@ -221,6 +221,12 @@ def _weighed(
         silent = {host.rank for host in situation.hosts if host.standing is Standing.UNKNOWN}
         if early := silent & found.lively:
             return _undecided(verdict, f"{words.ranks(early)} moved a moment ago and may yet come")
+    if verdict.cls is Class.MISSING and verdict.certainty is Certainty.CERTAIN:
+        idle = {host.rank for host in situation.hosts if host.standing is Standing.ELSEWHERE} & found.idle
+        if late := idle & set(verdict.ranks):
+            # Never and not yet look alike.
+            condition = f"{words.ranks(late)} {'does' if len(late) == 1 else 'do'} not come after all"
+            return replace(verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE)
     if verdict.cls in (Class.BELOW, Class.DEVICE_STALL) and found.lively:
         return _undecided(verdict, f"{words.ranks(found.lively)} moved a moment ago, so that nothing may be stuck")
     if verdict.cls is Class.BELOW and not _all_seen(found, situation):
@@ -235,6 +241,9 @@ def _weighed(
         if waiting := [host for host in situation.hosts if host.standing is Standing.UNKNOWN]:
             who = words.ranks(host.rank for host in waiting)
             return verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
+        if found.idle:
+            does = "does" if len(found.idle) == 1 else "do"
+            return verdict.undecided(f"no call is open, and what {words.ranks(found.idle)} {does} is not in the record")
         if stackless := sorted(set(where) - found.present):
             return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
         if why := found.doubt or _ahead(found, situation):

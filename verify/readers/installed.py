@@ -7,7 +7,8 @@ A call becomes a collective, send or recv with all of its arguments; calls of a 
     a device, asynchronous          the communicator's own queue, and later the stream that was told to wait for it
 
 What a thread waits in comes last: a call, its device, a key of a store. A rank that moved within `patience_s` may be
-about to do something: if it waits for nothing, it is not known what it does.
+about to do something: if it waits for nothing, it is not known what it does. One that moved long ago and shows no wait
+may compute or be blocked in code of its own: it is `idle`, and what it has not called it may yet call.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection 
 """What an exception of a call says, in small letters, that tells of another rank's absence."""
 SILENT_S: Final = 3.0
 """Without Python for so long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
+START_S: Final = 60.0
+"""A rank that has recorded nothing yet may load its data for so long before it joins the others."""
 
 
 def is_installed(recording: Recording) -> bool:
@@ -66,6 +69,7 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
     remarks: list[tuple[int, str]] = []
     unknown: list[str] = []
     lively: set[int] = set()
+    idle: set[int] = set()
     for rank, each in ranks.items():
         consequence = each.by_call is not None and _consequence(rank, each, ranks)
         if consequence and each.by_call is not None:
@@ -77,11 +81,14 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
         last = [] if consequence or each.left is None else [each.left]
         if not last:
             last = each.ring.standing()
-            if not last and (idle := _idle(each, patience_s)) is not None:
-                last = [idle]
-            if each.age_s is not None and each.age_s < patience_s:
+            if not last and (one := _idle(each, patience_s)) is not None:
+                last = [one]
+            if not last or (last[-1].kind is What.EXTERNAL and last[-1].state is State.COMPLETED):
+                idle.add(rank)
+            if each.age_s is not None and each.age_s < _patience(each, patience_s):
                 lively.add(rank)
-                told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
+                did = "moved" if each.ring.recording.events else "began"
+                told = f"{source}: rank {rank}: {did} {each.age_s:.1f} s ago"
                 unknown.append(f"{told}: look again before believing that it is stuck")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in each.ring.unknown]
@@ -100,14 +107,21 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
         unsure=_unsure(rings),
         whole=frozenset(rank for rank, ring in rings.items() if ring.whole),
         lively=frozenset(lively),
+        idle=frozenset(idle),
         remarks=tuple(remarks),
     )
 
 
 def _age(recording: Recording) -> float | None:
-    if not recording.events or recording.closed_ns is not None or not alive(recording):
+    if recording.closed_ns is not None or not alive(recording):
         return None
-    return max(0.0, (time.monotonic_ns() - recording.events[-1].time_ns) / 1e9)
+    # A ring without an event was made when its clocks were read.
+    moved = recording.events[-1].time_ns if recording.events else recording.monotonic_ns
+    return max(0.0, (time.monotonic_ns() - moved) / 1e9)
+
+
+def _patience(rank: _Rank, patience_s: float) -> float:
+    return patience_s if rank.ring.recording.events else max(patience_s, START_S)
 
 
 def _leave(rank: _Rank) -> None:
@@ -157,18 +171,26 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
             told = f"no Python has run in its process for {silent:.0f} s"
             ring.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")
-        if rank.age_s < patience_s:
+        if rank.age_s < _patience(rank, patience_s):
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
+        runs = state == "R"
+        ring.remarks.append(f"its main thread {'runs' if runs else 'is asleep'}: --pid {recording.pid} shows where")
     open_ = [item for item in ring.items if not item.done and item.thread == 0]
     if open_ and all(item.medium in HOST_MEDIA for item in open_):
-        # A wait for one of them would be in the record.
-        return _outside(number, "code of its own, while calls are open", ring.last_site())
+        # A wait for one of them would be in the record: it does something else.
+        return _elsewhere(number, ring.last_site())
     return None
 
 
 def _outside(rank: int, what: str, site: object = None) -> Event:
     event = Event(rank, What.EXTERNAL, what, state=State.STARTED, confidence=Confidence.INFERRED)
     return replace(event, site=site) if site is not None else event  # type: ignore[arg-type]
+
+
+def _elsewhere(rank: int, site: object) -> Event:
+    """Of a rank that waits for none of its open calls; whether it runs is not known."""
+    event = _outside(rank, "code of its own, while calls are open", site)
+    return replace(event, state=State.COMPLETED)
 
 
 def _state(pid: int) -> str:
