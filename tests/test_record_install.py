@@ -222,6 +222,7 @@ def everything() -> dict[str, Any]:
     for module in (dist, dist.distributed_c10d, torch.cuda):
         found |= {f"{module.__name__}.{name}": value for name, value in vars(module).items() if callable(value)}
     found |= {"excepthook": sys.excepthook, "threads": threading.excepthook, "paths": list(sys.meta_path)}
+    found["exit"] = sys.exit
     return found | {"ddp": torch.nn.parallel.DistributedDataParallel.forward}
 
 
@@ -409,3 +410,16 @@ def test_strings_of_any_kind_are_read_or_left_out(head: str, tail: str) -> None:
     assert captured_of(text) is None or all(isinstance(call, Captured) for call in captured_of(text) or [])
     assert isinstance(groups_of([text]), dict)
     assert isinstance(threads_of([text]), dict)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [("fatal: no shard", "sys.exit: fatal: no shard"), (3, "sys.exit: 3"), (0, "")]
+)
+def test_an_exit_with_a_code_or_a_message_is_in_the_record(fake: Fake, status: object, said: str) -> None:
+    made = record.install(fake.directory())
+    with pytest.raises(SystemExit) as left:
+        sys.exit(status)  # type: ignore[arg-type]
+    assert left.value.code == status
+    assert made.path is not None
+    texts = [event.text for event in read(made.path).events if event.kind is Kind.DECISION]
+    assert texts == [said] * bool(said)

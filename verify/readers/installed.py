@@ -13,13 +13,15 @@ may compute or be blocked in code of its own: it is `idle`, and what it has not 
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.record import Kind
-from kernel.record.foreign import HOST_MEDIA, PROGRAM
+from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
 from verify.events import Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.found import Found
@@ -29,6 +31,7 @@ from verify.readers.record import alive
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kernel.record import Event as Entry
     from kernel.record import Recording
     from verify.readers.installed_ring import Item
 
@@ -131,13 +134,44 @@ def _leave(rank: _Rank) -> None:
     if (raised := ring.raised) is not None:
         rank.by_call = ring.items_by_number.get(raised.a - 1)
         rank.left = Event(number, What.EXIT, raised.text, site=ring.site(raised.site), state=State.COMPLETED)
+    elif recording.closed_ns is not None and (leaves := _exits(recording)) is not None:
+        what = f"SystemExit: {leaves.text.removeprefix(LEAVES)}"
+        rank.left = Event(number, What.EXIT, what, site=ring.site(leaves.site), state=State.COMPLETED)
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
         if (site := ring.last_site()) is not None:
             ring.remarks.append(f"its last call was at {site}")
     elif alive(recording) is False:
+        # Whoever returns or raises closes the record.
         ring.unknown.append(f"its process {recording.pid} is gone and has not said why")
-        rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+        how = _ending(recording) or "being killed, or by os._exit: its record was not closed"
+        rank.left = Event(number, What.EXIT, how, state=State.COMPLETED, confidence=Confidence.INFERRED)
+
+
+def _exits(recording: Recording) -> Entry | None:
+    """The exit code or message by which the main thread left; None where it made calls afterwards, and so stayed."""
+    for entry in reversed(recording.events):
+        if entry.epoch == 0 and entry.kind is Kind.DECISION:
+            return entry if entry.text.startswith(LEAVES) else None
+        if entry.epoch == 0 and entry.kind is Kind.CALL:
+            return None
+    return None
+
+
+def _ending(recording: Recording) -> str:
+    """How a process ended that its parent has not asked about yet; "" where nobody can say."""
+    try:
+        fields = Path(f"/proc/{recording.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        state, began, status = fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK"), int(fields[49])
+    except (OSError, IndexError, ValueError):
+        return ""
+    # Another process may have its number by now.
+    if state != "Z" or began > recording.monotonic_ns / 1e9 + 1.0 or not status:
+        return ""
+    if number := status & 0x7F:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"being killed by {name}" + (" (by hand, or by the OOM killer)" if name == "SIGKILL" else "")
+    return f"os._exit with exit code {status >> 8}"
 
 
 def _consequence(rank: int, mine: _Rank, ranks: Mapping[int, _Rank]) -> bool:
