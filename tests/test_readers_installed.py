@@ -19,6 +19,7 @@ from verify.blame import Certainty, Class
 from verify.events import Kind as What
 from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
+from verify.hang.text import as_text
 from verify.readers.found import Stack
 from verify.readers.gather import merge
 from verify.readers.record import RecordReader
@@ -408,3 +409,19 @@ def test_a_rank_that_raised_comes_before_those_that_were_killed_after_it(tmp_pat
     del ranks[2]  # its ring is of no process any more
     found = told(tmp_path).verdict
     assert (found.cls, found.ranks) == (Class.EXCEPTION, (0,))
+
+
+def test_what_is_undecided_blames_nobody(tmp_path: Path) -> None:
+    """Rank 1 has finished what rank 0 waits in, a moment ago."""
+    ranks = pair(tmp_path, ago_s=0.0)
+    for rank, group in ranks:
+        number = rank.call(group)
+        rank.wait(number)
+        if rank.rank == 1:
+            rank.done(number)
+            rank.wait(rank.call(rank.group("other", 1)))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.certainty) == (Class.DEVICE_STALL, Certainty.UNDECIDED)
+    assert found.verdict.ranks == ()
+    assert found.to_dict()["ranks"] == []
+    assert ">" not in as_text(found)
