@@ -447,3 +447,13 @@ def test_a_call_that_a_stack_is_below_is_waited_for_only_by_torch(
     stacks = tuple(Stack(rank, "MainThread", frames) for rank in (0, 1))
     found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=stacks)).verdict
     assert (found.cls is Class.BELOW and found.certainty is Certainty.CERTAIN) is certain
+
+
+def test_a_rank_that_is_gone_is_named_though_nobody_waits_for_it(tmp_path: Path) -> None:
+    ranks = pair(tmp_path)
+    for rank, group in ranks:
+        rank.over(rank.call(group))
+    del ranks[1], rank  # its ring is of no process any more
+    found = told(tmp_path)
+    assert (found.code, found.verdict.ranks) == (3, ())
+    assert "no call is open that waits for rank 1, which left by being killed, or by os._exit" in found.verdict.say

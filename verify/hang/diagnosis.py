@@ -243,6 +243,8 @@ def _weighed(
         if waiting := [host for host in situation.hosts if host.standing is Standing.UNKNOWN]:
             who = words.ranks(host.rank for host in waiting)
             return verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
+        if lost := [host for host in situation.hosts if host.standing is Standing.RAISED]:
+            return verdict.undecided(f"no call is open that waits for {words.standing(lost[0])}")
         if found.idle:
             does = "does" if len(found.idle) == 1 else "do"
             return verdict.undecided(f"no call is open, and what {words.ranks(found.idle)} {does} is not in the record")
