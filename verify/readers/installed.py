@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kernel.record import Kind
 from kernel.record.foreign import HOST_MEDIA, PROGRAM
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
@@ -231,6 +230,3 @@ def _unsure(rings: Mapping[int, Ring]) -> frozenset[tuple[int, str]]:
                 shaky.add(key)
     wrong = {key for key in shaky if len(bases[key]) > 1}
     return frozenset((rank, name) for name, ranks in wrong for rank in ranks)
-
-
-__all__ = ["Kind", "is_installed", "of_recordings"]
