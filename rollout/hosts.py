@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.comm.tcp_link import keep_alive
 from kernel.errors import RankLost, UsageError
-from rollout import wire
+from rollout import wire, words
 from rollout.nursery import search_path
 from rollout.pulse import AWAY_S, Pulse
 from rollout.torchrun import Place, store_at
 from rollout.wire import failure
+from rollout.words import Words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -45,7 +46,7 @@ class HostsLauncher:
         self._token = secrets.token_hex(16)
         self._config = {**config, "store": where, "token": self._token}
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
+        self._messages = Words()
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._own: asyncio.subprocess.Process | None = None
@@ -87,7 +88,7 @@ class HostsLauncher:
     def send(self, messages: list[dict[str, Any]]) -> None:
         """One message a rank, in rank order."""
         for rank, message in enumerate(messages):
-            self._writers[rank].write(wire.pack(message))
+            words.tell(self._writers[rank], message)
 
     async def messages(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """(rank, message) as they come, less beats; one that ends without a word, or is silent, gives {"lost": why}."""
@@ -132,17 +133,12 @@ class HostsLauncher:
         writer.close()
 
     async def _pump(self, rank: int, reader: asyncio.StreamReader) -> None:
-        last: dict[str, Any] = {}
-        while (message := await wire.read(reader)) is not None:
-            if self.pulse.hear(rank, message):
-                continue
-            last = message
-            self._messages.put_nowait((rank, message))
+        last = await self._messages.pump(rank, reader, self._writers[rank], self.pulse.hear)
         self.pulse.forget(rank)
         if "stopped" not in last and "failed" not in last:
             why = f"rank {rank} at {self._hosts[rank]} ended: its connection is gone"
             self._tell([rank], why)
-            self._messages.put_nowait((rank, {"lost": why}))
+            self._messages.put(rank, {"lost": why})
 
     def _lost(self, ranks: list[int]) -> None:
         """Ranks are silent: give them up, those of one host together, and tell the others."""
@@ -153,12 +149,12 @@ class HostsLauncher:
         why = f"{said} (stopped, or the host or the link to it is down)"
         self._tell(ranks, why)
         for rank in ranks:
-            self._messages.put_nowait((rank, {"lost": why, "ranks": ranks}))
+            self._messages.put(rank, {"lost": why, "ranks": ranks})
             self._writers[rank].transport.abort()
         if 0 in ranks and self._own is not None:
             self._own.kill()
 
     def _tell(self, lost: list[int], why: str) -> None:
         for rank, writer in self._writers.items():
-            if rank not in lost and not writer.is_closing():
-                writer.write(wire.pack({"abort": why}))
+            if rank not in lost:
+                words.tell(writer, {"abort": why})

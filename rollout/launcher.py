@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernel.comm.shared import Arena
-from rollout import wire
+from rollout import wire, words
 from rollout.nursery import Child, Nursery
 from rollout.pulse import AWAY_S, Pulse
+from rollout.words import Words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -39,7 +40,7 @@ class Launcher:
         self._nursery = nursery or self._own
         self._arena = Arena.create(world)
         self._ranks: list[Process] = []
-        self._messages: asyncio.Queue[tuple[int, dict[str, Any]]] = asyncio.Queue()
+        self._messages = Words()
         self._tasks: list[asyncio.Task[None]] = []
         self._store: Any = None
         self.pulse = Pulse(config["rank_timeout_s"])
@@ -74,7 +75,7 @@ class Launcher:
     def send(self, messages: list[dict[str, Any]]) -> None:
         """One message a rank, in rank order."""
         for process, message in zip(self._ranks, messages, strict=True):
-            process.writer.write(wire.pack(message))
+            words.tell(process.writer, message)
 
     async def messages(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """(rank, message) as they come, less beats; one that ends without a word, or is silent, gives {"lost": why}."""
@@ -126,20 +127,18 @@ class Launcher:
         why = self.pulse.why(ranks, pids=[self._ranks[rank].process.pid for rank in ranks])
         self._arena.abort(why)
         for rank in ranks:
-            self._messages.put_nowait((rank, {"lost": why, "ranks": ranks}))
+            self._messages.put(rank, {"lost": why, "ranks": ranks})
             self._ranks[rank].process.kill()
             self._tell(self._ranks[rank], why)
 
     async def _pump(self, process: Process) -> None:
-        last: dict[str, Any] = {}
-        while (message := await wire.read(process.reader)) is not None:
-            if self.pulse.hear(process.rank, message):
-                continue
-            last = message
-            self._messages.put_nowait((process.rank, message))
+        def heard(rank: int, message: dict[str, Any]) -> bool:
             if "failed" in message and self._config["device"]["device"] == "cuda":
                 # Shared memory tells the others on a CPU; a kernel that waits for this rank looks at nothing.
-                self._tell(process, f"rank {process.rank} failed: {message['message']}")
+                self._tell(process, f"rank {rank} failed: {message['message']}")
+            return self.pulse.hear(rank, message)
+
+        last = await self._messages.pump(process.rank, process.reader, process.writer, heard)
         self.pulse.forget(process.rank)
         code = await process.process.wait()
         if "stopped" not in last and "failed" not in last:
@@ -147,10 +146,10 @@ class Launcher:
             why = f"rank {process.rank} {how}"
             self._arena.abort(why)
             self._tell(process, why)
-            self._messages.put_nowait((process.rank, {"lost": why}))
+            self._messages.put(process.rank, {"lost": why})
 
     def _tell(self, process: Process, why: str) -> None:
         for other in self._ranks:
             # A rank that waits for work looks at its socket only.
-            if other is not process and not other.writer.is_closing():
-                other.writer.write(wire.pack({"abort": why}))
+            if other is not process:
+                words.tell(other.writer, {"abort": why})

@@ -52,6 +52,8 @@ class Pulse:
         """Take a message of a rank; whether it was a beat, and nobody else's business."""
         if rank in self._due:
             self._due[rank] = self._clock() + (AWAY_S if "away" in message else self.timeout_s)
+        if "ready" in message:
+            self.at[rank] = ""  # until its next beat
         if "beat" not in message:
             return False
         self.moved[rank], self.at[rank] = message["beat"], message["at"]

@@ -26,7 +26,7 @@ from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
-from rollout import faults, wire
+from rollout import faults, wire, words
 from rollout.heart import Heart
 
 if TYPE_CHECKING:
@@ -120,12 +120,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
         outbox.send({"stopped": config["rank"]})
         code = 0
     heart.close()
-    try:
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-    except OSError:
-        pass  # nobody is left to tell
+    await words.part(reader, writer)
     return code
 
 
@@ -214,6 +209,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         raise
     finally:
         listener.cancel()
+        await asyncio.wait([listener])  # until it has, nobody else may read
         gap.close()
         await device.close()
         link.close()
