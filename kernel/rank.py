@@ -123,7 +123,7 @@ class Rank:
         with self._policy_code("plan"):
             plan, memory = self.policy.plan(self._views, self._memory)
         self._plan, self._memory = plan, memory
-        self._digest = control.digest((plan, memory))
+        self._digest = control.digest_of(plan, memory)
         self._ended = False
         self._journal.plan(plan, self._digest)
         self._apply(plan)

@@ -8,7 +8,7 @@ of the D iteration of round j-1 are committed, never "whatever is ready".
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernel.errors import Divergence
 from kernel.request import Request, Row, Sampled, State
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from kernel.cache import KVCache
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What a replica tells the outside of one request, from its leader.
 
     token, logprob: a committed token (token -1: none). finish: "" or why the request ended (stop, length, abort).
@@ -177,7 +176,7 @@ class Replica:
                 self._partial.remove(turn)
             start, end = turn.written, turn.written + chunk.tokens
             sample = turn.request.params if chunk.last else None
-            rows.append(Row(turn.slot, turn.request.prompt[start:end], start, turn.blocks, sample))
+            rows.append(Row(turn.slot, turn.request.prompt[start:end], start, turn.blocks, sample, turn.request.id))
             turn.state, turn.written = State.PREFILL, end
             self._prefill.append(turn)
         return rows
@@ -213,7 +212,7 @@ class Replica:
             raise Divergence((self.rank,), round_, "decode", f"{planned} rows planned, {len(turns)} ready here")
         rows = []
         for turn in turns:
-            rows.append((turn, Row(turn.slot, None, turn.written, turn.blocks, turn.request.params)))
+            rows.append((turn, Row(turn.slot, None, turn.written, turn.blocks, turn.request.params, turn.request.id)))
             turn.written += 1
             turn.flying += 1
         return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kernel.errors import UsageError
 
@@ -94,14 +95,14 @@ class Request:
         return len(self.prompt) + self.params.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One request's part of one forward, as a model sees it.
 
     slot: row of the replica's slot table, where the last sampled token stays on the device.
     tokens: ids to feed; None feeds the one token that the previous iteration left in `slot`.
     start: position of the first fed token. blocks: KV block table covering start + len(tokens).
     sample: how to draw the next token after the last one fed, None for an inner chunk of a long prompt.
+    request: whose it is, a number that no other request of the engine ever has; 0: nobody says.
     """
 
     slot: int
@@ -109,6 +110,7 @@ class Row:
     start: int
     blocks: tuple[int, ...]
     sample: SamplingParams | None
+    request: int = 0
 
     @property
     def fed(self) -> int:
@@ -116,8 +118,7 @@ class Row:
         return 1 if self.tokens is None else len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A drawn token and its log-probability under the distribution it was drawn from (greedy: temperature 1)."""
 
     token: int

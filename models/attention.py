@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernel.request import Row
+    from models.attention_kept import Lanes
 
 Numbers = TypeVar("Numbers", int, Any)
 """A number, or an array of them."""
@@ -100,10 +101,18 @@ class Batch:
 
     tokens: fed tokens n. first: index of each row's first fed token. slots: of each row. positions: [n, 1, 1]. cells:
     where the fed tokens go. single: every row feeds one token. Such rows are attended in one piece, padded to the
-    longest one's blocks (units, mask); others one by one (spans). send: brings integers to the device.
+    longest one's blocks (units, mask); others one by one (spans). send: brings integers to the device. lanes: where
+    such rows are kept side by side; then nothing is read from the pool but what is not there yet.
     """
 
-    def __init__(self, rows: Sequence[Row], pool: KVPool, send: Callable[[list[int]], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        pool: KVPool,
+        send: Callable[[list[int]], Tensor] | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self.lanes = lanes
         size, device = pool.block_size, str(pool.storage.device)
         fed = [row.fed for row in rows]
         self.first = list(accumulate(fed, initial=0))
@@ -119,7 +128,9 @@ class Batch:
                 for row, count in zip(rows, fed, strict=True)
                 for at in range(row.start, row.start + count)
             ]
-        depth = max(positions, default=-1) // size + 1
+        deep = depth = max(positions, default=-1) // size + 1
+        if lanes is not None and not lanes.gather:
+            depth = 0  # no table is read
         tables = chain.from_iterable(row.blocks[:depth] + (0,) * (depth - len(row.blocks)) for row in rows)
         # One transfer to the device for all of it.
         sizes = (n, n, len(rows), len(rows) * depth)
@@ -132,7 +143,7 @@ class Batch:
         self.spans = []
         if self.single:
             self.units = pool.units(table)
-            self.mask = pool.mask(self.positions.unsqueeze(1), depth)
+            self.mask = pool.mask(self.positions.unsqueeze(1), deep)
             return
         for number, (row, start) in enumerate(zip(rows, self.first, strict=True)):
             stop, units, mask = start + row.fed, None, None
@@ -151,6 +162,7 @@ class Fixed:
 
     single = True
     spans: Sequence[Span] = ()
+    lanes = None
 
     def __init__(self, positions: Tensor, places: Tensor, tables: Tensor, pool: KVPool) -> None:
         self.tokens = positions.shape[0]
@@ -172,7 +184,7 @@ def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch | Fixed
     if n == 0:
         return q.reshape(0, heads * dim)
     if batch.single:
-        keys, values = pool.read(layer, batch.units, n)
+        keys, values = _contexts(kv, pool, layer, batch)
         grouped = q.reshape(n, k, heads // k, dim)
         return F.scaled_dot_product_attention(grouped, keys, values, batch.mask).reshape(n, heads * dim)
     parts = []
@@ -188,3 +200,13 @@ def attend(q: Tensor, kv: Tensor, pool: KVPool, layer: int, batch: Batch | Fixed
         )
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts).view(n, heads * dim)
+
+
+def _contexts(kv: Tensor, pool: KVPool, layer: int, batch: Batch | Fixed) -> tuple[Tensor, Tensor]:
+    """Keys and values of rows of one fed token each: each [n, K, tokens, head_dim]."""
+    lanes = batch.lanes
+    if lanes is None:
+        return pool.read(layer, batch.units, batch.tokens)
+    if lanes.gather:
+        lanes.take(layer, *pool.read(layer, batch.units, batch.tokens))
+    return lanes.add(layer, kv)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kernel.request import Sampled
+from kernel.request import Phase, Sampled
 from models.attention import Batch, KVPool, attend
+from models.attention_kept import Kept
 from models.layers import ints
 from models.sampling import sample
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernel.request import Phase, Row
+    from kernel.request import Row
 
 
 class Inputs(Protocol):
@@ -54,9 +55,10 @@ class Source(Protocol):
 class HostInputs:
     """Inputs of the CPU world, where results are numbers at once."""
 
-    def __init__(self, rows: Sequence[Row], pool: KVPool, slots: Tensor) -> None:
+    def __init__(self, rows: Sequence[Row], pool: KVPool, slots: Tensor, kept: Kept | None = None) -> None:
         self._rows, self._pool, self._slots = rows, pool, slots
-        self._batch = batch = Batch(rows, pool)
+        lanes = kept.begin(rows) if rows and kept is not None else None
+        self._batch = batch = Batch(rows, pool, lanes=lanes)
         self.tokens, self.positions, self.cells = batch.tokens, batch.positions, batch.cells
         self._device = str(slots.device)
         self._drawing = [number for number, row in enumerate(rows) if row.sample is not None]
@@ -104,8 +106,8 @@ class HostSource:
     """`Source` of the CPU world."""
 
     def __init__(self, pool: KVPool, slots: Tensor) -> None:
-        self._pool, self._slots = pool, slots
+        self._pool, self._slots, self._kept = pool, slots, Kept(pool)
 
     def begin(self, phase: Phase, rows: Sequence[Row]) -> HostInputs:
         """See `Source`."""
-        return HostInputs(rows, self._pool, self._slots)
+        return HostInputs(rows, self._pool, self._slots, self._kept if phase is Phase.D else None)

@@ -29,13 +29,13 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., n], in x's type."""
-        if x.dtype is torch.float32:
-            length = torch.linalg.vector_norm(x, 2, -1, True)
-        else:
-            length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        # Converted once and changed in place: mixed operations convert as slowly, and each new result costs its pages.
+        wide = x if x.dtype is torch.float32 else x.float()
+        length = torch.linalg.vector_norm(wide, 2, -1, True)
         scale = torch.addcmul(self._eps, length, length, value=self._scale).rsqrt_()
-        scaled = (x * scale).mul_(self._weight)
-        return scaled if scaled.dtype is x.dtype else scaled.to(x.dtype)
+        if wide is x:
+            return (x * scale).mul_(self._weight)
+        return wide.mul_(scale).mul_(self._weight).to(x.dtype)
 
 
 class Rotary:

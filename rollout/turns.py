@@ -54,7 +54,7 @@ class Generation:
         self._finish = ""
         self._finished_ns = 0
         self._error: TurnstileError | None = None
-        self._grown = asyncio.Event()
+        self._grown, self._over = asyncio.Event(), asyncio.Event()
         self._submitted_ns = engine.now_ns()
 
     @property
@@ -77,16 +77,16 @@ class Generation:
                 raise self._error
             if self._finish:
                 return
-            await self._wait()
+            self._grown.clear()
+            await self._grown.wait()
 
     def __await__(self) -> Generator[Any, None, Completion]:
         return self._complete().__await__()
 
     async def _complete(self) -> Completion:
-        while not self._finish:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+        await self._over.wait()  # not for each token: nobody looks at them yet
+        if self._error is not None:
+            raise self._error
         return Completion(
             request=self.request.id,
             tokens=tuple(output.token for output in self._outputs),
@@ -100,10 +100,6 @@ class Generation:
             token_ns=tuple(self._stamps),
         )
 
-    async def _wait(self) -> None:
-        self._grown.clear()
-        await self._grown.wait()
-
     def _take(self, token: int, logprob: float, finish: str, cached: int, stamp: int) -> None:
         if token >= 0:
             self._outputs.append(TokenOutput(token, logprob))
@@ -111,11 +107,13 @@ class Generation:
         self._cached = cached
         if finish:
             self._finish, self._finished_ns = finish, stamp
+            self._over.set()
         self._grown.set()
 
     def _fail(self, error: TurnstileError) -> None:
         if not self._finish:
             self._error = error
+            self._over.set()
             self._grown.set()
 
 

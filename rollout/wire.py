@@ -1,4 +1,5 @@
-"""Messages between the engine and its ranks: a length, then JSON, over a stream socket that only they hold.
+"""Messages between the engine and its ranks: a length, then JSON, over a stream socket that only they hold. What every
+decode iteration sends, the outputs, are records of fixed size instead.
 
 Engine to rank: the configuration, then inbox entries. A rank that does not own a request's replica gets a placeholder
 that counts as an entry, so prompts travel only where they are used. Rank to engine: ready, outputs, failed.
@@ -11,14 +12,24 @@ import json
 import struct
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import RankLost, TurnstileError
 from kernel.inbox import Abort, EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.request import Request, SamplingParams
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernel.replica import Output
+
 _LENGTH = struct.Struct("<I")
 _LIMIT = 1 << 28
+_OUTPUT = struct.Struct("<qidBiq")
+_OUTPUTS = b"\x01"
+"""Before such records; JSON begins with a brace."""
+_FINISH = ("", "stop", "length", "abort", "weights", "policy")
+_FINISHES = {name: number for number, name in enumerate(_FINISH)}
 
 _KINDS: dict[str, type[Any]] = {
     cls.__name__: cls for cls in (Abort, EndSession, Flush, Pause, Resume, Stop, UpdateWeights, UsePolicy)
@@ -31,13 +42,35 @@ def pack(message: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def pack_outputs(outputs: Sequence[tuple[Output, int]]) -> bytes:
+    """Outputs, each with the time at which it was committed, in monotonic nanoseconds, ready to be written.
+
+    What is read is {"outputs": [(request, token, logprob, finish, cached, time)]}.
+    """
+    body = [
+        _OUTPUT.pack(request, token, logprob, _FINISHES[finish], cached, stamp)
+        for (request, token, logprob, finish, cached), stamp in outputs
+    ]
+    return b"".join([_LENGTH.pack(1 + len(body) * _OUTPUT.size), _OUTPUTS, *body])
+
+
+def _outputs(body: memoryview) -> list[tuple[int, int, float, str, int, int]]:
+    return [
+        (request, token, logprob, _FINISH[finish], cached, stamp)
+        for request, token, logprob, finish, cached, stamp in _OUTPUT.iter_unpack(body)
+    ]
+
+
 async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """The next message, None at the end of the stream. Raises TurnstileError on a message that is too long."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > _LIMIT:
             raise TurnstileError(f"a control message of {length} bytes: the peer is not one of our ranks")
-        message: dict[str, Any] = json.loads(await reader.readexactly(length))
+        body = await reader.readexactly(length)
+        if body.startswith(_OUTPUTS):
+            return {"outputs": _outputs(memoryview(body)[1:])}
+        message: dict[str, Any] = json.loads(body)
     except (asyncio.IncompleteReadError, OSError):  # a host that is gone is a time-out
         return None
     return message

@@ -26,7 +26,7 @@ from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
-from rollout import faults, wire, words
+from rollout import faults, heap, wire, words
 from rollout.heart import Heart
 
 if TYPE_CHECKING:
@@ -46,21 +46,19 @@ class Outbox:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._outputs: list[list[Any]] = []
+        self._outputs: list[tuple[Output, int]] = []
         self._loop = asyncio.get_running_loop()
 
     def emit(self, output: Output) -> None:
         """Send an output, stamped with the time at which it was committed."""
         if not self._outputs:
             self._loop.call_soon(self.flush)
-        self._outputs.append(
-            [output.request, output.token, output.logprob, output.finish, output.cached, time.monotonic_ns()]
-        )
+        self._outputs.append((output, time.monotonic_ns()))
 
     def flush(self) -> None:
         """Hand over what is there."""
         if self._outputs:
-            self._writer.write(wire.pack({"outputs": self._outputs}))
+            self._writer.write(wire.pack_outputs(self._outputs))
             self._outputs = []
 
     def send(self, message: dict[str, Any]) -> None:
@@ -274,6 +272,7 @@ def run_loop(how: str) -> int:
     """Serve on the control socket with this descriptor, or `join` the world that torchrun started; the exit code."""
     import uvloop
 
+    heap.keep_pages()
     # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

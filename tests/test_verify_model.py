@@ -132,7 +132,7 @@ def forward(
         device, kv = sim.device, SimKV(4)
         if phase is Phase.D:
             for row in mine:
-                feed(kv, replace(row, tokens=tuple(range(row.start)), start=0), Phase.D)
+                feed(kv, row._replace(tokens=tuple(range(row.start)), start=0), Phase.D)
                 kv.slots[row.slot] = row.start
         model = SimModel(world, device, layers, cost, kv)
         route = device.route() if program.world.route != "none" and phase is Phase.P else None

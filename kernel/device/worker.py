@@ -83,7 +83,7 @@ class _Work(Generic[T]):
 
     def __init__(self, work: Callable[[], T], label: str) -> None:
         self.label, self._work = label, work
-        self.completion = Completion[T]()
+        self.completion: Completion[T] = Completion()
         self._claim = threading.Lock()
 
     def run(self, started: Callable[[], None]) -> None:

@@ -89,7 +89,8 @@ class Planner:
         if not still_open and not paused and self.prefill_now(now):
             chunks = tuple(self._admit(view) for view in leaders)
         activating = any(chunks)
-        now = replace(now, activating=activating)
+        if activating:
+            now = replace(now, activating=True)
         decode = ready if any(ready) and self.decode_now(now) else ()
         epoch = memory.epoch + activating
         bucket = self.limits.bucket(max(decode, default=0))
@@ -108,15 +109,15 @@ class Planner:
             idle=quiet and not any(view.busy for view in views),
         )
         permit = 0 if activating else memory.permit
-        after = Memory(
+        return plan, Memory(
             round=memory.round + 1,
             inbox=inbox,
             epoch=epoch,
             open=now.p_active,
             chunks=chunks if activating else memory.chunks,
             permit=min(self.limits.boundaries, permit + plan.span) if now.p_active else permit,
+            extra=self.remember(now, plan),
         )
-        return plan, replace(after, extra=self.remember(now, plan))
 
     def _admit(self, view: RankView) -> tuple[Chunk, ...]:
         """One replica's chunks, in order of service. A request that does not fit holds back those behind it."""

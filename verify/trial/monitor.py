@@ -92,7 +92,7 @@ class RankMonitor:
         self._plan, self._moved = plan, False
         self.rounds += 1
         self.plans.append(plan)
-        self.digest = control.fold(self.digest, control.digest((plan, after)))
+        self.digest = control.fold(self.digest, control.digest_of(plan, after))
         self._sane(views, before, plan, after)
         self._stale = 0 if moved else self._stale + 1
         if self._stale > self.patience or self.rounds > self.longest:

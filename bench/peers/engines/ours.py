@@ -30,7 +30,7 @@ def main() -> None:
     loop = asyncio.new_event_loop()
     engine = Engine(
         checkpoint, World(ranks, adp), policy=options.get("policy", "fine"), dtype=options.get("dtype", "bfloat16"),
-        threads=int(options.get("threads", 2)), kv_tokens=512 * rows, prefill_tokens=512 * 16, rows=rows,
+        threads=int(options.get("threads", 1)), kv_tokens=512 * rows, prefill_tokens=512 * 16, rows=rows,
     )  # fmt: skip
     loop.run_until_complete(engine.__aenter__())
     kept: dict[int, Session] = {}
