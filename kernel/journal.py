@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from kernel.record import HOST, Kind, NullRecorder, Recorder
+from kernel.record.layout import FORM
 from kernel.request import Phase
 from kernel.topology import Role
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kernel.sched.policy import Plan
 
 _Key = tuple[Phase, Role]
+_ITERATION, _SEGMENT, _EPOCH = FORM + "D {round}", FORM + "P e{epoch} [{a},{b})", FORM + "P e{epoch}"
 
 
 class Journal:
@@ -77,7 +79,10 @@ class Journal:
     def wait(self, owner: str, leaves: bool) -> None:
         """The loop's task waits for `owner`."""
         self._owner = "" if leaves else owner
-        self._text(Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER, owner)
+        kind, what, number = Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER, owner, 0
+        if owner[:2] == "D " and owner[2:].isdecimal():
+            what, number = FORM + "D {a}", int(owner[2:])
+        self._event(kind, None, HOST, 0, 0, self.round, self.epoch, number, self._recorder.site(what), 0)
 
     def boundary(self, epoch: int, index: int) -> None:
         """P's host enqueue stands at a boundary."""
@@ -94,7 +99,8 @@ class Journal:
 
     def no_work(self, phase: Phase, label: str) -> None:
         """This rank takes part in `label` without rows of its own."""
-        self._event(Kind.NO_WORK, phase, HOST, 0, 0, self.round, self.epoch, 0, 0, self._recorder.site(label))
+        site = self._recorder.site(_form(label, self.round, self.epoch, 0, 0))
+        self._event(Kind.NO_WORK, phase, HOST, 0, 0, self.round, self.epoch, 0, 0, site)
 
     def exception(self, error: BaseException) -> None:
         """The rank ends with `error`."""
@@ -112,7 +118,8 @@ class Journal:
         size: logical rows of the phase's collectives, from the plan.
         """
         self._labels[label] = (self.round, self.epoch, a, b)
-        self._event(Kind.SUBMIT, phase, phase, 0, 0, self.round, self.epoch, a, b, self._recorder.site(label))
+        site = self._recorder.site(_form(label, self.round, self.epoch, a, b))
+        self._event(Kind.SUBMIT, phase, phase, 0, 0, self.round, self.epoch, a, b, site)
         for call in calls:
             key = (phase, call.role)
             sequence = self._enqueued[key] = self._enqueued.get(key, 0) + 1
@@ -126,7 +133,7 @@ class Journal:
             # Decode without rows may go round for ever. Stream threads may lose a count to each other: it still grows.
             self.moved += what == "finish" and (phase is Phase.P or b > 0)
             kind = Kind.WORK_START if what == "start" else Kind.WORK_FINISH
-            site = self._recorder.site(label)
+            site = self._recorder.site(_form(label, round_, epoch, a, b))
             self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, site, time_ns)
 
     def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
@@ -167,6 +174,15 @@ class Journal:
             code = frame.f_code
             self._lines[call] = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
             self._sites.pop(call, None)
+
+
+def _form(label: str, round_: int, epoch: int, a: int, b: int) -> str:
+    """What stands for the label of an event with these numbers in the record's table."""
+    if label == f"D {round_}":
+        return _ITERATION
+    if label == f"P e{epoch} [{a},{b})":
+        return _SEGMENT
+    return _EPOCH if label == f"P e{epoch}" else label
 
 
 def standing(flying: Sequence[str], exchange: tuple[int, str] | None, owner: str) -> str:

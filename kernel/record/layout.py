@@ -7,7 +7,8 @@
 
 All numbers are little-endian. A slot starts and ends with its stamp: the first field written and the last one, so
 that a reader tells a slot that is being overwritten from a whole one. Strings stay for the life of the file, so a ring
-that has wrapped still names its call sites and the collectives of its graphs.
+that has wrapped still names its call sites and the collectives of its graphs. A string that begins with `FORM` is a
+form: the event that names it fills in its own numbers, or the labels of a long run would fill the table.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ SIZES: Final = struct.Struct("<QQq8IIHBBQ")
 
 HOST: Final = "host"
 """The stream of events that no device stream carries."""
+
+FORM: Final = "\x1f"
+PLACES: Final = ("{round}", "{epoch}", "{a}", "{b}")
 
 PHASE_BITS: Final[dict[str | None, int]] = {None: 0, Phase.D: 1, Phase.P: 2}
 STREAM_BITS: Final[dict[str, int]] = {HOST: 0, "D": 4, "P": 8}

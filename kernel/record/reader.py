@@ -19,6 +19,7 @@ from kernel.record.layout import (
     CLOSED_AT,
     CRC_AT,
     EVENT,
+    FORM,
     FORMAT,
     HEADER_AT,
     LANES,
@@ -28,6 +29,7 @@ from kernel.record.layout import (
     MAX_CAPACITY,
     MAX_HEADER,
     MAX_STRINGS,
+    PLACES,
     PREAMBLE,
     SIZES,
     TEXTS,
@@ -324,7 +326,18 @@ def decode(slot: bytes, strings: list[str], groups: list[str]) -> Event | None:
     phase, stream = LANES[lane]
     text = _string(strings, b) if kind in TEXTS else ""
     at = _string(strings, site)
+    if text[:1] == FORM or at[:1] == FORM:
+        numbers = (round_, epoch, a, b)
+        text, at = _filled(text, numbers), _filled(at, numbers)
     return Event(stamp - 1, time_ns, KINDS[kind], phase, stream, name, seq, round_, epoch, a, b, at, text)
+
+
+def _filled(text: str, numbers: tuple[int, ...]) -> str:
+    if text[:1] != FORM:
+        return text
+    for place, number in zip(PLACES, numbers, strict=True):
+        text = text.replace(place, str(number), 1)
+    return text[1:]
 
 
 def _string(strings: list[str], number: int) -> str:
