@@ -46,10 +46,11 @@ SETTLED: Final = 0.2
 
 @dataclass
 class Sample:
-    """A process at one moment. seconds: since the start; mib: memory of its own and shared memory that it touched."""
+    """A process at one moment. seconds: since the start; mib: its own memory; shared: what it touched of the world's."""
 
     seconds: float
     mib: float
+    shared: float
     descriptors: int
     threads: int
 
@@ -189,8 +190,8 @@ def look(pid: int, seconds: float) -> Sample:
     status = dict(
         line.partition(":")[::2] for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     )
-    kib = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
-    return Sample(seconds, kib / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"]))
+    own, shared = (int(status[name].split()[0]) / 1024 for name in ("RssAnon", "RssShmem"))
+    return Sample(seconds, own, shared, len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"]))
 
 
 def slope(samples: Sequence[Sample]) -> float:
@@ -199,6 +200,11 @@ def slope(samples: Sequence[Sample]) -> float:
     mean_y = sum(each.mib for each in samples) / max(1, len(samples))
     spread = sum((each.seconds - mean_x) ** 2 for each in samples)
     return 3600 * sum((s.seconds - mean_x) * (s.mib - mean_y) for s in samples) / spread if spread else 0.0
+
+
+def halved(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """The later half: caches of shapes fill up, a leak goes on."""
+    return samples[len(samples) // 2 :]
 
 
 async def soak(
@@ -252,6 +258,8 @@ def main() -> int:
             "mib_first": round(settled(run, rank)[0].mib, 2),
             "mib_last": round(run.samples[-1][rank].mib, 2),
             "slope_mib_per_hour": round(slope(settled(run, rank)), 3),
+            "second_half_mib_per_hour": round(slope(halved(settled(run, rank))), 3),
+            "shared_mib_last": round(run.samples[-1][rank].shared, 2),
             "descriptors": run.samples[-1][rank].descriptors,
             "threads": run.samples[-1][rank].threads,
             "samples": [[round(each[rank].seconds, 1), round(each[rank].mib, 2)] for each in run.samples],
@@ -270,7 +278,8 @@ def main() -> int:
     for rank in ranks:
         print(
             f"rank {rank['rank']}: {rank['mib_first']} MiB, then {rank['mib_last']} MiB,"
-            f" {rank['slope_mib_per_hour']:+} MiB an hour"
+            f" {rank['slope_mib_per_hour']:+} MiB an hour, {rank['second_half_mib_per_hour']:+} in the second half;"
+            f" {rank['shared_mib_last']} MiB of shared memory touched"
         )
     print(json.dumps({"counts": dict(run.counts), "checks": dict(run.checks)}, indent=2))
     return 0
