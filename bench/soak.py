@@ -46,7 +46,7 @@ SETTLED: Final = 0.2
 
 @dataclass
 class Sample:
-    """A process at one moment. seconds: since the start; mib: its own memory; shared: what it touched of the world's."""
+    """A process at a moment. seconds: since the start; mib: its own memory; shared: what it touched of the world's."""
 
     seconds: float
     mib: float

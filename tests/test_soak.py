@@ -30,6 +30,6 @@ async def test_nothing_leaks_and_nothing_jams(nursery: Nursery) -> None:
 
 
 def test_the_fitted_line_is_that_of_the_samples() -> None:
-    samples = [Sample(60.0 * minute, 100 + minute / 60 * 7, 1, 1) for minute in range(30)]
+    samples = [Sample(60.0 * minute, 100 + minute / 60 * 7, 5, 1, 1) for minute in range(30)]
     assert slope(samples) == pytest.approx(7)
     assert slope(samples[:1]) == slope([]) == 0
