@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from verify.readers.found import Found
 
 NEEDED: Final = "a record (turnstile.record.install) or Flight Recorder dumps of these ranks would"
+ELSEWHERE: Final = {
+    At.STORE: "waits for a key of the store", At.DEVICE: "waits for its device", At.RUNNING: "runs",
+}  # fmt: skip
 
 
 def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
@@ -112,6 +115,6 @@ def _standing(calling: dict[int, Place]) -> str:
 def _elsewhere(others: dict[int, Place]) -> str:
     told = []
     for rank, place in list(others.items())[:3]:
-        what = {At.STORE: "waits for a key of the store", At.DEVICE: "waits for its device"}.get(place.at, "stands")
+        what = ELSEWHERE.get(place.at, "stands")
         told.append(f"rank {rank} {what} at {place.site}")
     return ", ".join(told)

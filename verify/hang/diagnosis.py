@@ -74,7 +74,7 @@ class Diagnosis:
 
 def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     """The diagnosis of what was found. quiet: the job has not moved for longer than any operation takes."""
-    where = places(found.stacks)
+    where = places(found.stacks, found.lively)
     told = frozenset(where)
     everybody = sorted(found.expected | found.present | told)
     present = found.present | told
