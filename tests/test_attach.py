@@ -20,8 +20,8 @@ from kernel.program import Program
 from kernel.record import Kind, Recorder, read, ring_path
 from kernel.request import Phase
 from kernel.topology import Role, World
+from tests.installed_rings import Rank as InstalledRank
 from tests.ranks import Me, Ranks
-from tests.test_readers_installed import Rank as InstalledRank
 from verify.attach import attach, environment, program, rank_of, ring_paths
 from verify.blame import Certainty, Class
 from verify.events import Site

@@ -42,7 +42,7 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
 
     The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
-    read too. A pid that is gone counts as a rank that has left, if its rank can be told. Each thread is looked at twice.
+    read too. A pid that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice.
     Records are read after that, so that a rank that has moved since is seen to have; and where one moved less than
     patience_s ago, again when it should have been silent for so long.
     Raises UsageError, one line, for pids that are no processes, or where nothing at all may be read.

@@ -26,6 +26,13 @@ FIXES = {
 }
 
 
+LATE = (
+    "Look at what that rank does: if it is only slow, wait, or let the others wait longer; if it never comes, let every"
+    " member make the call, with nothing to contribute if need be."
+)
+"""What to do about a rank that may yet come."""
+
+
 GUESSED = {"? store": "a key of the store", "? device": "its device", "? collective": "a collective"}
 """Waits of which only the stack tells, by the name of their channel -> what people call them."""
 

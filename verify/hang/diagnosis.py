@@ -99,7 +99,7 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     verdict = _weighed(verdict, found, situation, graph, absent, where)
     if verdict.cls is Class.OUTSIDE and verdict.certainty is Certainty.CERTAIN and not _waited_for(graph):
         verdict = _nobody_waits(verdict, situation)
-    verdict = _if_needed(verdict, found, situation, graph)
+    verdict = _late(_if_needed(verdict, found, situation, graph), found, situation)
     unknown = [*found.unknown]
     dark = frozenset(everybody) - found.present
     if absent:
@@ -242,13 +242,17 @@ def _weighed(
             return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
         if why := found.doubt or _ahead(found, situation):
             return verdict.undecided(why)
+        broken = [meeting for meeting in situation.meetings.values() if meeting.failures()]
+        failed = f"of {words.operation(broken[-1])}, {words.failure(broken[-1])}" if broken else ""
+        if found.idle:
+            does = "does" if len(found.idle) == 1 else "do"
+            why = f"no call is open, and what {words.ranks(found.idle)} {does} is not in the record"
+            return verdict.undecided(f"{why}; {failed}" if failed else why)
         if not any(event.calls for event in found.events):
             what = "no call, and stacks alone do not show that calls meet" if found.stacks else "no call and no stack"
             return verdict.undecided(f"the evidence holds {what}")
-        if broken := [meeting for meeting in situation.meetings.values() if meeting.failures()]:
-            last = broken[-1]
-            what = f"{words.operation(last)}, {words.failure(last)}"
-            return replace(verdict, say=f"No alarm: nobody waits for another rank. Not all calls completed: of {what}.")
+        if failed:
+            return replace(verdict, say=f"No alarm: nobody waits for another rank. Not all calls completed: {failed}.")
     return verdict
 
 
@@ -270,10 +274,26 @@ def _if_needed(verdict: Verdict, found: Found, situation: Situation, graph: nx.D
     if blamed or not found.whole.issuperset(idle):
         return verdict
     polls, has, its = ("polls", "it has", "its") if len(idle) == 1 else ("poll", "they have", "their")
+    mine = f"no thread of {words.ranks(idle)} waits for what {has} open"
+    if not missing:
+        return Verdict(Class.NONE).undecided(f"no call that is open lacks a member, and {mine}")
     if moving := found.lively & {*idle, *verdict.ranks}:
-        mine = f"no thread of {words.ranks(idle)} waits for what {has} open"
         return _undecided(verdict, f"{words.ranks(moving)} moved a moment ago, and {mine}")
     return verdict.only_if(f"{words.ranks(idle)} {polls} for what {has} open, which none of {its} threads waits for")
+
+
+def _late(verdict: Verdict, found: Found, situation: Situation) -> Verdict:
+    """On a condition where a rank that is missing may be running: never and not yet look alike."""
+    if verdict.cls is not Class.MISSING or verdict.certainty is Certainty.UNDECIDED:
+        return verdict
+    loose = {host.rank for host in situation.hosts if host.standing is Standing.ELSEWHERE} & found.idle
+    late = loose & set(verdict.ranks)
+    if not late:
+        return verdict
+    condition = f"{words.ranks(late)} {'does' if len(late) == 1 else 'do'} not come after all"
+    if verdict.condition:
+        condition = f"{verdict.condition}, and {condition}"
+    return replace(verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE)
 
 
 def _waited_for(graph: nx.DiGraph[Any]) -> bool:

@@ -14,6 +14,7 @@ a living rank is missing is told only when every rank of the job stands.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from verify.live.idle import Idle
@@ -102,6 +103,8 @@ def of_live(rings: Mapping[int, LiveInstalled], source: str) -> tuple[Found, fro
     idle = frozenset(rank for rank, ring in rings.items() if ring.idle.proven)
     stand = all(ring.ended or ring.waiting or rank in idle for rank, ring in rings.items())
     whole = not found.expected - found.present
+    # What their processes show is that they will not come.
+    found = replace(found, idle=found.idle - idle)
     return found, gave_up, idle if idle and stand and whole else None
 
 

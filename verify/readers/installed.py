@@ -7,7 +7,8 @@ A call becomes a collective, send or recv with all of its arguments; calls of a 
     a device, asynchronous          the communicator's own queue, and later the stream that was told to wait for it
 
 What a thread waits in comes last: a call, its device, a key of a store. A rank that moved within `patience_s` may be
-about to do something: if it waits for nothing, it is not known what it does.
+about to do something: if it waits for nothing, it is not known what it does. One that moved long ago and shows no wait
+may compute or be blocked in code of its own: it is `idle`, and what it has not called it may yet call.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection 
 """What an exception of a call says, in small letters, that tells of another rank's absence."""
 SILENT_S: Final = 3.0
 """Without Python for so long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
+START_S: Final = 60.0
+"""A rank that has recorded nothing yet may load its data for so long before it joins the others."""
 
 
 def is_installed(recording: Recording) -> bool:
@@ -89,6 +92,7 @@ def of_rings(
     unknown: list[str] = []
     lively: set[int] = set()
     gave_up: set[int] = set()
+    idle: set[int] = set()
     for rank, each in ranks.items():
         consequence = False
         for thread, raised in each.ring.raised.items():
@@ -114,16 +118,19 @@ def of_rings(
             if each.left is not None and not consequence:
                 last = [*(event for event in last if event.thread), each.left]
             elif not any(not event.thread for event in last):
-                idle = _idle(each, patience_s)
-                if idle is None and last and all(event.thread for event in mine):
-                    idle = waits_for_nothing(rank)
-                last += [] if idle is None else [idle]
-            if each.age_s is not None and each.age_s < patience_s:
+                one = _idle(each, patience_s)
+                if one is None and last and all(event.thread for event in mine):
+                    one = waits_for_nothing(rank)
+                last += [] if one is None else [one]
+                idle |= {rank} if one is None else set()
+            if any(event.operation == NOTHING for event in last):
+                idle.add(rank)
+            if each.age_s is not None and each.age_s < _patience(each, patience_s):
                 # Whatever waits for nothing may be about to make a call.
                 last = [replace(event, state=State.STARTED) if event.operation == NOTHING else event for event in last]
-            if each.age_s is not None and each.age_s < patience_s:
                 lively.add(rank)
-                told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
+                did = "moved" if each.ring.newest is not None else "began"
+                told = f"{source}: rank {rank}: {did} {each.age_s:.1f} s ago"
                 unknown.append(f"{told}: look again before believing that it is stuck")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]
@@ -142,15 +149,22 @@ def of_rings(
         unsure=_unsure(rings),
         whole=frozenset(rank for rank, ring in rings.items() if ring.whole),
         lively=frozenset(lively),
+        idle=frozenset(idle),
         remarks=tuple(remarks),
     )
     return found, frozenset(gave_up)
 
 
 def _age(ring: Ring, runs: bool | None) -> float | None:
-    if ring.newest is None or ring.recording.closed_ns is not None or not runs:
+    if ring.recording.closed_ns is not None or not runs:
         return None
-    return max(0.0, (time.monotonic_ns() - ring.newest.time_ns) / 1e9)
+    # A ring without an event was made when its clocks were read.
+    moved = ring.newest.time_ns if ring.newest is not None else ring.recording.monotonic_ns
+    return max(0.0, (time.monotonic_ns() - moved) / 1e9)
+
+
+def _patience(rank: _Rank, patience_s: float) -> float:
+    return patience_s if rank.ring.newest is not None else max(patience_s, START_S)
 
 
 def _leave(rank: _Rank) -> None:
@@ -196,12 +210,14 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
             told = f"no Python has run in its process for {silent:.0f} s"
             rank.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")
-        if rank.age_s < patience_s:
+        if rank.age_s < _patience(rank, patience_s):
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
+        runs = state == "R"
+        rank.remarks.append(f"its main thread {'runs' if runs else 'is asleep'}: --pid {recording.pid} shows where")
     open_ = [item for item in ring.items if not item.done and item.thread == 0]
     if open_ and all(item.medium in HOST_MEDIA for item in open_):
-        # A wait for one of them would be in the record.
-        return _outside(number, "code of its own, while calls are open", ring.last_site())
+        # A wait for one of them would be in the record: it does something else.
+        return waits_for_nothing(number)
     return None
 
 
