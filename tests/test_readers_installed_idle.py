@@ -81,3 +81,17 @@ def test_a_rank_that_is_blocked_outside_stays_certain(tmp_path: Path) -> None:
     sleeps = Stack(1, "MainThread", (Site("[kernel]", 0, "pipe_read"), Site("train.py", 9, "step")))
     found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=(sleeps,)))
     assert (found.verdict.certainty, found.verdict.ranks) == (Certainty.CERTAIN, (1,))
+
+
+def test_a_collective_that_torch_makes_below_the_record_is_named(tmp_path: Path) -> None:
+    """Rank 0 builds DDP, rank 1 never does, and sleeps."""
+    ranks = pair(tmp_path)
+    for rank, group in ranks:
+        rank.over(rank.call(group))
+    builds = Site("/x/site-packages/torch/distributed/utils.py", 9, "_verify_param_shape_across_processes")
+    sleeps = Site("[kernel]", 0, "hrtimer_nanosleep")
+    stacks = [Stack(n, "MainThread", (inner, Site("train.py", 7, "step"))) for n, inner in enumerate((builds, sleeps))]
+    found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=tuple(stacks)))
+    assert (found.code, found.verdict.ranks) == (3, ())
+    assert "rank 0 is in _verify_param_shape_across_processes at train.py:7" in found.verdict.say
+    assert "nobody waits" not in found.verdict.say

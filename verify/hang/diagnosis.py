@@ -98,7 +98,7 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
         verdict, situation, graph, core = crossed
     verdict = _weighed(verdict, found, situation, graph, absent, where)
     if verdict.cls is Class.OUTSIDE and verdict.certainty is Certainty.CERTAIN and not _waited_for(graph):
-        verdict = _nobody_waits(verdict, situation)
+        verdict = _nobody_waits(verdict, situation, {r: p for r, p in where.items() if r not in known})
     verdict = _late(_if_needed(verdict, found, situation, graph), found, situation)
     unknown = [*found.unknown]
     dark = frozenset(everybody) - found.present
@@ -301,12 +301,18 @@ def _waited_for(graph: nx.DiGraph[Any]) -> bool:
     return any(node[0] == "host" and graph.in_degree(node) for node in graph)
 
 
-def _nobody_waits(verdict: Verdict, situation: Situation) -> Verdict:
-    """Blocked outside of calls, of which none is open: perhaps the job has nothing to do."""
+def _nobody_waits(verdict: Verdict, situation: Situation, where: dict[int, Place]) -> Verdict:
+    """Blocked outside of calls, of which none is open: perhaps the job has nothing to do, or a rank is in a collective
+    that torch makes below the record.
+    """
     host = next(host for host in situation.hosts if host.standing is Standing.OUTSIDE)
     what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
     verb = "is" if len(verdict.ranks) == 1 else "are"
     who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
+    if inside := [place for place in where.values() if place.at is At.COLLECTIVE]:
+        place = inside[0]
+        call = f"rank {place.rank} is in {place.what} at {place.site}, which the record does not show"
+        return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
     open_ = any(not launch.done for mine in situation.launches.values() for launch in mine)
     none = "no call that is open lacks a member" if open_ else "no call is open"
     return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")

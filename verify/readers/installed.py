@@ -212,8 +212,7 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
             return _outside(number, "code that holds the interpreter lock")
         if rank.age_s < _patience(rank, patience_s):
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
-        runs = state == "R"
-        rank.remarks.append(f"its main thread {'runs' if runs else 'is asleep'}: --pid {recording.pid} shows where")
+        rank.remarks.append(f"its main thread {'runs' if state == 'R' else 'is asleep'} (pid {recording.pid})")
     open_ = [item for item in ring.items if not item.done and item.thread == 0]
     if open_ and all(item.medium in HOST_MEDIA for item in open_):
         # A wait for one of them would be in the record: it does something else.
