@@ -342,6 +342,7 @@ def everything() -> dict[str, Any]:
     for module in (dist, dist.distributed_c10d, torch.cuda):
         found |= {f"{module.__name__}.{name}": value for name, value in vars(module).items() if callable(value)}
     found |= {"excepthook": sys.excepthook, "threads": threading.excepthook, "paths": list(sys.meta_path)}
+    found["exit"] = sys.exit
     return found | {"ddp": torch.nn.parallel.DistributedDataParallel.forward}
 
 
@@ -441,3 +442,16 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     assert made.path is None
     dist.all_reduce(torch.ones(2))
     record.decision("nobody hears")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [("fatal: no shard", "sys.exit: fatal: no shard"), (3, "sys.exit: 3"), (0, "")]
+)
+def test_an_exit_with_a_code_or_a_message_is_in_the_record(fake: Fake, status: object, said: str) -> None:
+    made = record.install(fake.directory())
+    with pytest.raises(SystemExit) as left:
+        sys.exit(status)  # type: ignore[arg-type]
+    assert left.value.code == status
+    assert made.path is not None
+    texts = [event.text for event in read(made.path).events if event.kind is Kind.DECISION]
+    assert texts == [said] * bool(said)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from verify.matching import Host, Meeting, Situation
 
 
+INFERRED = Confidence.INFERRED
 RELAYED = frozenset({"BC", "broadcast", "reduce", "gather", "scatter"})
 """Operations that some members finish while others still wait for one another."""
 
@@ -91,6 +92,8 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     roots = _first(_roots(graph), situation, graph)
     for standing, cls in ((Standing.RAISED, Class.EXCEPTION), (Standing.EXITED, Class.MISSING)):
         if gone := [host for host, active in roots if active and host.standing is standing]:
+            # A launcher kills the others when one has raised.
+            gone = [host for host in gone if host.event is None or host.event.confidence is not INFERRED] or gone
             return _absent(cls, gone, graph)
     if differing := [meeting for meeting in situation.meetings.values() if not meeting.agrees()]:
         return _mismatch(min(differing, key=_place), _sides_of_all)
@@ -170,7 +173,7 @@ def _absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdic
     say = f"{lines[0][0].upper()}{lines[0][1:]}." if lines else ""
     if len(lines) > 1:
         say = f"{words.ranks(ranks).capitalize()} never arrived: {lines[0]}."
-    return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES[cls.value])
+    return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.fix(cls.value, hosts))
 
 
 def _sides_of_all(meeting: Meeting) -> dict[str, list[int]]:

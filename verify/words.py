@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verify.events import Kind
+from verify.events import Confidence, Kind
 from verify.matching import DEVICE, NOBODY_KNOWS, Standing, queues_of
 
 if TYPE_CHECKING:
@@ -26,11 +26,23 @@ FIXES = {
 }
 
 
+GONE = (
+    "Look at why that rank left: its log, the exit code that its launcher saw, and, where it was killed, the kernel's"
+    " log (dmesg) for the OOM killer."
+)
+"""What to do about a rank that left without a word."""
 LATE = (
     "Look at what that rank does: if it is only slow, wait, or let the others wait longer; if it never comes, let every"
     " member make the call, with nothing to contribute if need be."
 )
 """What to do about a rank that may yet come."""
+
+
+def fix(cls: str, hosts: Iterable[Host]) -> str:
+    """What to do about a verdict of a class on these hosts."""
+    left = [host.event for host in hosts if host.event is not None and host.event.kind is Kind.EXIT]
+    # How they left is a conclusion: nobody has seen them return, or raise.
+    return GONE if any(event.confidence is Confidence.INFERRED for event in left) else FIXES[cls]
 
 
 GUESSED = {"? store": "a key of the store", "? device": "its device", "? collective": "a collective"}

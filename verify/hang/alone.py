@@ -7,6 +7,7 @@ waiting, if they are members at all; the verdict says so. Everything else is und
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
@@ -53,7 +54,8 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     waiting = f"{words.ranks(calling).capitalize()} wait{'s' * (len(calling) == 1)} in {call.what} at {call.site}"
     if gone:
         left = f"{words.ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} left"
-        return _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
+        blames = _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
+        return replace(blames, fix=words.GONE)
     loose = {rank: place for rank, place in others.items() if place.at is not At.OUTSIDE}
     if loose:
         why = f"{waiting[0].lower()}{waiting[1:]}, and {_elsewhere(others)}, on the way to that call perhaps"
@@ -90,7 +92,7 @@ def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Pla
         key = f"a key of the store ({place.what})"
         say = f"Rank {rank} waits at {place.site} for {key}, which nobody else can set but {lines[0]}."
         return Verdict(
-            cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=lines, say=say, fix=words.FIXES[cls.value],
+            cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=lines, say=say, fix=words.fix(cls.value, blamed),
             condition=f"what rank {rank} waits for is up to another rank of the job",
         )  # fmt: skip
     return None

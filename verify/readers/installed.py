@@ -13,12 +13,14 @@ may compute or be blocked in code of its own: it is `idle`, and what it has not 
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kernel.record.foreign import HOST_MEDIA, PROGRAM
+from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.found import ENDED, Found, waits_for_nothing
@@ -173,13 +175,36 @@ def _leave(rank: _Rank) -> None:
     number = recording.rank
     if (raised := ring.raised.get(0)) is not None:
         rank.left = Event(number, What.EXIT, raised.text, site=ring.site(raised.site), state=State.COMPLETED)
+    elif recording.closed_ns is not None and (leaves := ring.leaves) is not None:
+        what = f"SystemExit: {leaves.text.removeprefix(LEAVES)}"
+        rank.left = Event(number, What.EXIT, what, site=ring.site(leaves.site), state=State.COMPLETED)
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
         if (site := ring.last_site()) is not None:
             rank.remarks.append(f"its last call was at {site}")
     elif rank.runs is False:
+        # Whoever returns or raises closes the record.
         rank.unknown.append(f"its process {recording.pid} is gone and has not said why")
-        rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+        how = _ending(recording) or "being killed, or by os._exit: its record was not closed"
+        rank.left = Event(number, What.EXIT, how, state=State.COMPLETED, confidence=Confidence.INFERRED)
+
+
+def _ending(recording: Recording) -> str:
+    """How a process ended that its parent has not asked about yet; "" where nobody can say."""
+    if alive(recording) is not False:  # of another host, whose numbers are not ours
+        return ""
+    try:
+        fields = Path(f"/proc/{recording.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        state, began, status = fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK"), int(fields[49])
+    except (OSError, IndexError, ValueError):
+        return ""
+    # Another process may have its number by now.
+    if state != "Z" or began > recording.monotonic_ns / 1e9 + 1.0 or not status:
+        return ""
+    if number := status & 0x7F:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"being killed by {name}" + (" (by hand, or by the OOM killer)" if name == "SIGKILL" else "")
+    return f"os._exit with exit code {status >> 8}"
 
 
 def _consequence(rank: int, item: Item, ranks: Mapping[int, _Rank]) -> bool:

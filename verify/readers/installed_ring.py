@@ -12,6 +12,7 @@ from kernel.record.foreign import (
     BROKEN,
     EDGES,
     HOST_MEDIA,
+    LEAVES,
     Call,
     call_of,
     captured_of,
@@ -109,6 +110,8 @@ class Ring:
         size = recording.meta.get("size")
         self.everybody = set(range(size)) if isinstance(size, int) and 0 < size <= 1 << 20 else {self.rank}
         self.newest: Entry | None = None
+        self.leaves: Entry | None = None
+        """The exit code or message by which the main thread leaves, unless it went on after that."""
         self.moved: dict[int, int] = {}
         """Thread -> time of its newest event."""
         self._strings = 0
@@ -169,6 +172,8 @@ class Ring:
         thread = entry.epoch
         if entry.site:
             self._last_sites[thread] = entry.site
+        if thread == 0 and entry.kind in (Kind.DECISION, Kind.CALL, Kind.REPLAY):
+            self.leaves = entry if entry.kind is Kind.DECISION and entry.text.startswith(LEAVES) else None
         match entry.kind:
             case Kind.INPUTS | Kind.OUTPUTS | Kind.BASES:
                 part = self._parts.setdefault((entry.kind, _group(entry), entry.seq), [])
@@ -206,7 +211,7 @@ class Ring:
                     open_.pop()
             case Kind.EXCEPTION:
                 self.raised[thread] = entry
-            case Kind.DECISION:
+            case Kind.DECISION if not entry.text.startswith(LEAVES):
                 self._decision = f"{DECIDED}{entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
             case Kind.MARK:
                 self._edges |= entry.text == EDGES
