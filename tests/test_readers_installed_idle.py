@@ -12,6 +12,7 @@ from tests.installed_rings import Rank, pair, told
 from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
+from verify.hang.text import as_text
 from verify.readers.found import Stack
 from verify.readers.record import RecordReader
 
@@ -95,3 +96,19 @@ def test_a_collective_that_torch_makes_below_the_record_is_named(tmp_path: Path)
     assert (found.code, found.verdict.ranks) == (3, ())
     assert "rank 0 is in _verify_param_shape_across_processes at train.py:7" in found.verdict.say
     assert "nobody waits" not in found.verdict.say
+
+
+def test_what_is_undecided_blames_nobody(tmp_path: Path) -> None:
+    """Rank 1 has finished what rank 0 waits in, a moment ago."""
+    ranks = pair(tmp_path, ago_s=0.0)
+    for rank, group in ranks:
+        number = rank.call(group)
+        rank.wait(number)
+        if rank.rank == 1:
+            rank.done(number)
+            rank.wait(rank.call(rank.group("other", 1)))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.certainty) == (Class.DEVICE_STALL, Certainty.UNDECIDED)
+    assert found.verdict.ranks == ()
+    assert found.to_dict()["ranks"] == []
+    assert ">" not in as_text(found)

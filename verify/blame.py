@@ -78,8 +78,8 @@ class Verdict:
         return replace(self, certainty=Certainty.CONDITIONAL, condition=both, say=f"Only if {condition}: {self.say}")
 
     def undecided(self, why: str) -> Verdict:
-        """The same finding, not decided."""
-        return replace(self, certainty=Certainty.UNDECIDED, condition=why, say=f"Undecided: {why}.")
+        """The same finding, not decided: nobody is blamed."""
+        return replace(self, certainty=Certainty.UNDECIDED, ranks=(), condition=why, say=f"Undecided: {why}.")
 
 
 def severity(verdict: Verdict) -> int:

@@ -108,6 +108,8 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
     unknown += [f"what rank {place.rank} waits for in {place.site}: its stack ends there" for place in unclear[:2]]
     if lost := sum(stack.rank is None for stack in found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
+    if verdict.certainty is Certainty.UNDECIDED:
+        verdict = replace(verdict, ranks=())
     threaded = {host.rank for host in situation.hosts if host.thread.strip(NOBODY_KNOWS)}
     verdict = _placed(verdict, where, found.remarks, threaded)
     return Diagnosis(verdict, found.source, tuple(unknown), where, situation, graph, frozenset(core), dark)

@@ -89,7 +89,8 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
     ring = {graph.nodes[node]["rank"] for node in diagnosis.core if node[0] != "op"} if graph is not None else set()
     # Where the odd ones of a ring are known, the others in it are not marked.
     marked = set(diagnosis.verdict.ranks)
-    marked |= ring if diagnosis.verdict.cls is Class.CYCLE and not marked else set()
+    if diagnosis.verdict.cls is Class.CYCLE and not marked and diagnosis.verdict.certainty is not Certainty.UNDECIDED:
+        marked = ring
     # Blamed ranks apart from others that stand alike, and first.
     parted = [
         (row, part)
