@@ -112,3 +112,25 @@ def test_what_is_undecided_blames_nobody(tmp_path: Path) -> None:
     assert found.verdict.ranks == ()
     assert found.to_dict()["ranks"] == []
     assert ">" not in as_text(found)
+
+
+@pytest.mark.parametrize(
+    ("inner", "certain"),
+    [
+        ((), True),
+        ((("/x/site-packages/torch/_ops.py", "__call__"),), True),
+        ((("<frozen importlib._bootstrap_external>", "_path_stat"), ("/x/torch/_dynamo/a.py", "go")), False),
+    ],
+)
+def test_a_call_that_a_stack_is_below_is_waited_for_only_by_torch(
+    tmp_path: Path, inner: tuple[tuple[str, str], ...], certain: bool
+) -> None:
+    """A functional all_reduce is made, not waited for, and then imports what traces it."""
+    ranks = pair(tmp_path)
+    for rank, group in ranks:
+        rank.call(group, asynchronous=True)
+    inside = [*inner, ("/x/site-packages/torch/distributed/_functional_collectives.py", "all_reduce")]
+    frames = (*(Site(file, 9, name) for file, name in inside), Site("train.py", 7, "step"))
+    stacks = tuple(Stack(rank, "MainThread", frames) for rank in (0, 1))
+    found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=stacks)).verdict
+    assert (found.cls is Class.BELOW and found.certainty is Certainty.CERTAIN) is certain

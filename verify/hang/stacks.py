@@ -57,6 +57,11 @@ DEVICE_FILES: Final = re.compile(r"(^|/)torch/(cuda|xpu|accelerator)/|(^|/)deep_
 COLLECTIVE_FILES: Final = re.compile(r"(^|/)torch/distributed/")
 INTERNAL_FILES: Final = re.compile(r"(^|/)torch/(distributed/(?!checkpoint/|elastic/|launcher/|run\.py)|nn/parallel/)")
 """Where torch itself makes collectives that no function of its interface stands for, as DDP's constructor does."""
+WAITERS: Final = re.compile(
+    r"(^|/)torch/(distributed/|_ops\.py|_C/|nn/parallel/|autograd/|utils/_contextlib)|(^|/)kernel/comm/tap/|"
+    r"\.so[.\d]*$|\.(cpp|cc|cu|c|h|hpp)$|^(?!<(frozen|string))[^/]*(?<!\.py)$"
+)
+"""Where a thread that waits in a collective has its innermost frame. Elsewhere (as in an import) it is on its way."""
 COLLECTIVE: Final = re.compile(
     r"^(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|reduce|gather\w*|scatter\w*|barrier|"
     r"monitored_barrier|send|recv|batch_isend_irecv|new_group|destroy_process_group|init_process_group)$"
@@ -127,13 +132,14 @@ def _place(rank: int, stack: Stack) -> Place:
     own = [frame for frame in frames if not LIBRARY.search(frame.file)]
     site = own[0] if own else frames[0]
     inner = frames[: frames.index(site)] if own else frames
+    waits_in_it = bool(inner) and bool(WAITERS.search(inner[0].file))
     for frame in inner:
         name = frame.function
         if STORE.search(name):
             return Place(rank, At.STORE, name, site)
         if DEVICE.search(name) or (DEVICE_FILES.search(frame.file) and re.search(r"synchronize|wait", name)):
             return Place(rank, At.DEVICE, name, site)
-        if WORK.search(name) or (COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
+        if WORK.search(name) or (waits_in_it and COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
             return Place(rank, At.COLLECTIVE, name, site)
     waits = _kernel(stack)
     if inner and INTERNAL_FILES.search(inner[0].file):
