@@ -94,3 +94,13 @@ def test_a_rank_that_raised_comes_before_those_that_were_killed_after_it(tmp_pat
     del ranks[2]  # its ring is of no process any more
     found = told(tmp_path).verdict
     assert (found.cls, found.ranks) == (Class.EXCEPTION, (0,))
+
+
+def test_a_rank_that_is_gone_is_named_though_nobody_waits_for_it(tmp_path: Path) -> None:
+    ranks = pair(tmp_path)
+    for rank, group in ranks:
+        rank.over(rank.call(group))
+    del ranks[1], rank  # its ring is of no process any more
+    found = told(tmp_path)
+    assert (found.code, found.verdict.ranks) == (3, ())
+    assert "no call is open that waits for rank 1, which left by being killed, or by os._exit" in found.verdict.say

@@ -240,6 +240,8 @@ def _weighed(
         if waiting := [host for host in situation.hosts if host.standing is Standing.UNKNOWN]:
             who = words.ranks(host.rank for host in waiting)
             return verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
+        if lost := [host for host in situation.hosts if host.standing is Standing.RAISED]:
+            return verdict.undecided(f"no call is open that waits for {words.standing(lost[0])}")
         if stackless := sorted(set(where) - found.present):
             return verdict.undecided(f"of {words.ranks(stackless)} there is a stack only, which does not show a wait")
         if why := found.doubt or _ahead(found, situation):
