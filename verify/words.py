@@ -38,6 +38,10 @@ LATE = (
 """What to do about a rank that may yet come."""
 
 
+SENDER = "Look at which rank was to send: let every rank that may be the one tell the receiver when it will not."
+"""What to do about a recv from anybody to which nobody sends."""
+
+
 def fix(cls: str, hosts: Iterable[Host]) -> str:
     """What to do about a verdict of a class on these hosts."""
     left = [host.event for host in hosts if host.event is not None and host.event.kind is Kind.EXIT]
@@ -75,6 +79,8 @@ def operation(meeting: Meeting) -> str:
         return guessed
     text = number(meeting)
     text = text[0].lower() + text[1:]
+    if meeting.from_anybody:
+        return "a recv from anybody" + (f" on {name}" if (name := meeting.key[0][1]) else "")
     if meeting.key[0][0] == "pair":
         return text
     calls = [call for _, (_, call) in sorted(meeting.arrived.items(), key=lambda each: each[0])]
@@ -200,11 +206,24 @@ def _hop(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, need
         return f"on rank {launch.rank} {_own(launch)} is queued behind {behind}, which needs {why}"
     host = mine["host"]
     name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
+    if meeting.from_anybody:
+        return f"{name} waits in {operation(meeting)}{at(host.event)}, and {nobody_of(senders(graph, actor))} has sent"
     if host.event is not None and host.event.kind is Kind.WAIT:
         return f"{name} waits on the host{at(host.event)} for {operation(meeting)}, which needs {why}"
     if host.waits and meeting not in host.waits[0].meetings:
         return f"{name} waits in {_own(host.waits[0])}{at(host.event)}, behind {operation(meeting)}, which needs {why}"
     return f"{name} waits in {operation(meeting)}{at(host.event)} for {why}"
+
+
+def senders(graph: nx.DiGraph[Any], host: Any) -> list[int]:
+    """The ranks that may send what a host takes from anybody."""
+    meetings = [graph.nodes[op]["meeting"] for op in graph.successors(host)]
+    return sorted({meeting.key[0][2][0] for meeting in meetings if meeting.from_anybody})
+
+
+def nobody_of(numbers: Sequence[int]) -> str:
+    """`none of ranks 0 and 2`, `no rank 1`."""
+    return f"none of {ranks(numbers)}" if len(numbers) > 1 else f"not even {ranks(numbers)}"
 
 
 def _own(launch: Launch) -> str:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import networkx as nx
+
 from verify import words
 from verify.arguments import misfit
-from verify.blame import Certainty, Class, Verdict, awaited, judge, shortest_cycle
+from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, needing, shortest_cycle
 from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.stacks import At, for_anybody, standings
@@ -18,8 +20,6 @@ from verify.matching import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import networkx as nx
 
     from verify.events import Event
     from verify.hang.case import Case
@@ -61,8 +61,38 @@ def orders_on_one_device(case: Case) -> Case | None:
     return replace(tight, verdict=verdict.only_if("the device holds one communication kernel at a time"))
 
 
+def any_sender_will_do(case: Case) -> Case | None:
+    """No single rank is to blame for what a recv takes from anybody, as long as another one may send."""
+    verdict, graph = case.verdict, case.graph
+    if verdict.cls not in (Class.EXCEPTION, Class.MISSING, Class.OUTSIDE) or not verdict.ranks:
+        return None
+    blamed = [node for node in graph if node[0] == "host" and node[1] in verdict.ranks and graph.in_degree(node)]
+    loose = [node for node in blamed if all(graph.nodes[op]["meeting"].from_anybody for op in needing(graph, node))]
+    if not loose:
+        return None
+    if firm := [graph.nodes[node]["host"] for node in blamed if node not in loose]:
+        return replace(case, verdict=absent(verdict.cls, firm, graph))
+    ops = [op for node in loose for op in needing(graph, node)]
+    waiter = next(host for op in ops for host in graph.predecessors(op) if graph.nodes[host]["mode"] == "or")
+    left = (Standing.RAISED, Standing.EXITED)
+    roots = [node for node in nx.descendants(graph, waiter) if node[0] == "host" and not graph.out_degree(node)]
+    able = sorted({node[1] for node in roots if graph.nodes[node]["host"].standing not in left})
+    if not able:
+        return None
+    meeting = next(graph.nodes[op]["meeting"] for op in graph.successors(waiter))
+    host = graph.nodes[waiter]["host"]
+    who = f"Rank {host.rank} waits in {words.operation(meeting)}{words.at(host.event)}"
+    say = f"{who}, and {words.nobody_of(words.senders(graph, waiter))} has sent"
+    condition = f"{words.ranks(able)} {'does' if len(able) == 1 else 'do'} not send, or have others send, after all"
+    found = Verdict(
+        Class.MISSING, Certainty.CONDITIONAL, chain=(say,), say=f"{say}.", fix=words.SENDER, condition=condition
+    )
+    return replace(case, verdict=found)
+
+
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     sizes_that_cannot_fit,
+    any_sender_will_do,
     what_stacks_show,
     orders_on_one_device,
 )

@@ -19,7 +19,7 @@ from kernel.record.foreign import (
     groups_of,
     threads_of,
 )
-from verify.events import Communicator, Confidence, Event, Site, State, pair_stream
+from verify.events import ANYBODY, Communicator, Confidence, Event, Site, State, pair_stream
 from verify.events import Kind as What
 from verify.readers.found import waits_for_nothing
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 KEEP: Final = 20_000
 """Finished calls of a rank that are kept, the newest ones; unfinished ones always are."""
-ANYBODY: Final = "? anybody"
 FOREIGN: Final = "Dummy-"
 """How Python calls threads that it has not started."""
 STORE: Final = "store: "
