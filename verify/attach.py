@@ -23,7 +23,8 @@ from verify import words
 from verify.events import Confidence, Event, Kind, Site, State
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
-from verify.readers.record import of_recordings
+from verify.readers.jobs import of_one_job, refuse_two
+from verify.readers.record import alive, of_recordings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -122,6 +123,7 @@ def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict
             if recording.rank in recordings and recordings[recording.rank].pid != recording.pid:
                 raise UsageError(f"pid {pid}: another one is rank {recording.rank} too: give the pids of one run")
             recordings[recording.rank] = recording
+    refuse_two((each.path, each) for each in recordings.values())
     sizes = [size for each in recordings.values() if isinstance(size := each.meta.get("size"), int)]
     for folder in {each.path.parent for each in recordings.values()}:
         for path in sorted(folder.glob("rank*.ring"))[:MOST_RINGS]:
@@ -132,7 +134,9 @@ def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict
                 recordings[number] = read(path)
             except UsageError as error:
                 unknown.append(str(error))
-    return recordings
+    kept, stale = of_one_job(recordings, alive)
+    unknown += stale
+    return kept
 
 
 def _youngest(recordings: Mapping[int, Recording], patience_s: float) -> float:
