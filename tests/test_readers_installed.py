@@ -432,3 +432,13 @@ def test_a_rank_that_left_left_with_its_threads(tmp_path: Path) -> None:
     verdict = diagnose_found(found).verdict
     assert (verdict.cls, verdict.ranks) == (Class.MISSING, (1,))
     assert "rank 1, which has left" in verdict.say
+
+
+def test_transfers_of_other_tags_are_told_apart(tmp_path: Path) -> None:
+    (zero, world), (one, same) = pair(tmp_path)
+    zero.wait(zero.call(world, "send", peer=1, tag="1"))
+    one.wait(one.call(same, "recv", peer=0, tag="2"))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.CYCLE, (0, 1))
+    heads = timetable(found)[1].split("transfer 1")[1:]
+    assert [head.strip() for head in heads] == ["tag 1", "tag 2"]

@@ -455,3 +455,27 @@ def test_an_exit_with_a_code_or_a_message_is_in_the_record(fake: Fake, status: o
     assert made.path is not None
     texts = [event.text for event in read(made.path).events if event.kind is Kind.DECISION]
     assert texts == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": "0"}, "rank '0' is no rank: give record.install a whole number from 0 on, as int(os.environ["),
+        ({"rank": -1}, "rank -1 is no rank: give record.install"),
+        ({"rank": True}, "rank True is no rank"),
+        ({"capacity": 0}, "capacity 0: give record.install a whole number of events in 1.."),
+        ({"capacity": "many"}, "capacity 'many': give"),
+    ],
+)
+def test_an_argument_that_is_none_is_refused_in_one_line(
+    fake: Fake, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any], said: str
+) -> None:
+    before = everything()
+    made = record.install(fake.directory(), **arguments)
+    assert (made.path, made.active) == (None, False)
+    assert everything() == before
+    told = capsys.readouterr().err
+    assert told.startswith(f"turnstile: nothing is recorded: {said}")
+    assert told.count("\n") == 1
+    again = record.install(fake.directory())
+    assert again.active, "a mistake is no record"

@@ -144,7 +144,8 @@ def _place(meeting: Meeting) -> tuple[float, object]:
 def _heading(meeting: Meeting) -> tuple[str, str]:
     (kind, name, members), number = meeting.key
     if kind == "pair":
-        return f"{members[0]} -> {members[1]}", f"transfer {number + 1}"
+        tag = name.partition(" tag ")[2]
+        return f"{members[0]} -> {members[1]}", f"transfer {number + 1}" + (f" tag {tag}" if tag else "")
     calls = [call for _, (_, call) in sorted(meeting.arrived.items(), key=itemgetter(0)) if call.operation]
     return f"{calls[0].name if calls else 'call'} {number + 1}", name or "{" + ",".join(map(str, members)) + "}"
 
