@@ -38,6 +38,11 @@ LATE = (
 """What to do about a rank that may yet come."""
 
 
+LAUNCHER = (
+    "Look at why the launcher ended: its exit code, what its terminal shows, and the kernel's log (dmesg) for the OOM"
+    " killer. Finished turns are kept: go on with --resume."
+)
+"""What to do about a run whose launcher is gone."""
 SENDER = "Look at which rank was to send: let every rank that may be the one tell the receiver when it will not."
 """What to do about a recv from anybody to which nobody sends."""
 

@@ -61,6 +61,16 @@ def orders_on_one_device(case: Case) -> Case | None:
     return replace(tight, verdict=verdict.only_if("the device holds one communication kernel at a time"))
 
 
+def the_launcher_ended(case: Case) -> Case | None:
+    """All ranks gave up where they were, as their launcher was gone: no wait that it cut short is a fault."""
+    if not case.found.orphaned or case.verdict.cls in (Class.EXCEPTION, Class.MISMATCH, Class.CYCLE):
+        return None
+    who = words.ranks(case.found.present)
+    say = f"The launcher of this run ended without a word, as one that is killed does, and {who} gave up"
+    found = Verdict(Class.EXCEPTION, chain=(say,), say=f"{say}: nothing is wrong between them.", fix=words.LAUNCHER)
+    return replace(case, verdict=found)
+
+
 def any_sender_will_do(case: Case) -> Case | None:
     """No single rank is to blame for what a recv takes from anybody, as long as another one may send."""
     verdict, graph = case.verdict, case.graph
@@ -92,6 +102,7 @@ def any_sender_will_do(case: Case) -> Case | None:
 
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     sizes_that_cannot_fit,
+    the_launcher_ended,
     any_sender_will_do,
     what_stacks_show,
     orders_on_one_device,

@@ -47,7 +47,8 @@ class Found:
     which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
     replays and host waits too. doubt: why nothing that is wrong in this would not mean that nothing is; "" if it would.
     lively: ranks that moved a moment ago, and may move again. idle: ranks that have not left and of which the evidence
-    shows no wait: they may be on their way to a call. remarks: of a rank, what helps whoever has to look at it.
+    shows no wait: they may be on their way to a call. orphaned: all ranks gave up since their launcher was gone.
+    remarks: of a rank, what helps whoever has to look at it.
     """
 
     source: str
@@ -62,6 +63,7 @@ class Found:
     doubt: str = ""
     lively: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
+    orphaned: bool = False
     remarks: tuple[tuple[int, str], ...] = ()
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from kernel.errors import UsageError
 from kernel.record import HOST, Kind, Recording, read, read_run
 from kernel.record.foreign import PROGRAM
-from kernel.record.layout import MAGIC
+from kernel.record.layout import MAGIC, ORPHANED
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import Found
@@ -147,6 +147,7 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
         unsure=frozenset(each for ring in rings.values() for each in ring.unsure),
+        orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
     )
 
 
@@ -357,6 +358,12 @@ class Ring:
         if IDLE in self.waits and not waits:
             self.unknown.append("waits for something to do")
         return [self._wait(waits[-1], calls)] if waits else []
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it gave up since its launcher was gone."""
+        text = "" if self.raised is None else self.raised.text
+        return text.startswith(CONSEQUENCE) and text.endswith(ORPHANED)
 
     def _gone(self, calls: dict[tuple[str, int], Event]) -> Event | None:
         raised, recording = self.raised, self.recording
