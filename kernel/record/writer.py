@@ -72,7 +72,8 @@ class Recorder:
     are one step each. Between them another thread may run, so a reader can find a gap, which it counts. Not to be used
     by a forked child.
     Raises UsageError when the file cannot be made: its blocks are taken here, since a full disk would otherwise kill
-    the process at some later event. A file that somebody shortens later is given up, in a line on standard error.
+    the process at some later event. A file that somebody shortens later is given up by the next
+    `beat`, `site` or `close`, in a line on standard error.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Recorder:
         site: int = 0,
         time_ns: int = 0,
     ) -> int:
-        """Append one event, in about one microsecond on a quiet core.
+        """Append one event, in 0.6 to 0.7 microseconds on a quiet core.
 
         phase: D, P or None. stream: role of the stream it was put on, D, P or HOST. group: number from `group`, 0 for
         none. seq: count of that communicator's collectives, or as the kind says. a, b: unsigned, see `Kind`. site: id
@@ -173,8 +174,6 @@ class Recorder:
         written all the same.
         """
         stamp = self._tick()
-        if self._there() < self._size:
-            self._cut()
         self._pack(
             self._map,
             self._events_at + stamp % self._capacity * 72,
@@ -196,8 +195,6 @@ class Recorder:
     def write(self, kind: int, group: int, seq: int, round_: int, epoch: int, a: int, b: int, site: int) -> int:
         """`event` without a phase or stream, all of it by place: in half of the time."""
         stamp = self._tick()
-        if self._there() < self._size:
-            self._cut()
         at = self._events_at + stamp % self._capacity * 72
         self._pack(self._map, at, stamp, self._clock(), seq, round_, epoch, a, b, site, group, kind, 0, stamp)
         return stamp - 1
@@ -216,8 +213,6 @@ class Recorder:
         for start in range(0, len(sizes), 8):
             part = sizes[start : start + 8]
             stamp = self._tick()
-            if self._there() < self._size:
-                self._cut()
             SIZES.pack_into(
                 self._map,
                 self._events_at + stamp % self._capacity * 72,
@@ -244,7 +239,9 @@ class Recorder:
     def _cut(self) -> None:
         """Write to memory from here on: somebody has shortened the file, and what is past its end kills who touches it.
 
-        The look at its size before every write leaves a microsecond in which that can still happen.
+        Its size is looked at by `beat`, `close` and for new strings, and not before each event: that look lets go of the
+        interpreter lock, which would cost a busy rank more than the event does. A program that is stuck and beats is
+        safe, then; one that writes an event before the next beat is not.
         """
         self._map = mmap.mmap(-1, self._size)
         self._there = lambda: self._size
