@@ -239,7 +239,7 @@ class Recorder:
     def _cut(self) -> None:
         """Write to memory from here on: somebody has shortened the file, and what is past its end kills who touches it.
 
-        Its size is looked at by `beat`, `close` and for new strings, and not before each event: that look lets go of the
+        Its size is looked at by `beat`, `close` and for new strings, not before each event: that look lets go of the
         interpreter lock, which would cost a busy rank more than the event does. A program that is stuck and beats is
         safe, then; one that writes an event before the next beat is not.
         """
