@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kernel.record import Recording
     from kernel.record.foreign import Call
     from verify.readers.found import Found
-    from verify.readers.installed_ring import Item
+    from verify.readers.installed_call import Item
 
 PATIENCE_S: Final = 5.0
 """How long a process has to be idle, and another thread silent, before it counts as one that does not go on."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kernel.record import Recording
-    from verify.readers.installed_ring import Item
+    from verify.readers.installed_call import Item
 
 CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "not connected",
                        "remote peer", "socket closed", "connectioneseterror")  # fmt: skip

@@ -22,6 +22,7 @@ from kernel.record.foreign import (
 from verify.events import ANYBODY, Communicator, Confidence, Event, Site, State, pair_stream
 from verify.events import Kind as What
 from verify.readers.found import waits_for_nothing
+from verify.readers.installed_call import UNCOUNTED, Item
 
 if TYPE_CHECKING:
     from kernel.record import Event as Entry
@@ -41,52 +42,7 @@ DTYPES: Final = {
 }  # fmt: skip
 """As Flight Recorder names them."""
 DECIDED: Final = "it decided last: "
-UNCOUNTED: Final = frozenset({"dispatch", "combine", "low-latency dispatch", "low-latency combine"})
-"""Operations whose members bring as much as they have."""
 _SITE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}) (?P<function>.*)", re.DOTALL)
-
-
-@dataclass(eq=False)
-class Item:
-    """A call. number: of its event. place: of a call in a graph launch. key: what it is counted on, and its count."""
-
-    number: int
-    thread: int
-    call: Call
-    group: Group
-    sequence: int
-    sizes: tuple[tuple[int, ...], ...] | None
-    outputs: tuple[tuple[int, ...], ...] | None
-    stream: str
-    site: str
-    time_ns: int = 0
-    place: int = 0
-    also: tuple[str, ...] = ()
-    done: bool = False
-    failed: str = ""
-    source: int = -1
-    together: int | None = None
-
-    @property
-    def medium(self) -> str:
-        """Its backend."""
-        return self.call.medium
-
-    @property
-    def own(self) -> str:
-        """A queue that it has for itself, to be waited for."""
-        return f"call {self.number}.{self.place}"
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Calls with the same key meet, on ranks that are members."""
-        return (self.group.name, self.group.ranks, self.call.peer is None, self.sequence)
-
-    @property
-    def arguments(self) -> tuple[object, ...]:
-        """What members must agree in."""
-        even = self.call.op not in ("all_to_all", "gather", "scatter", *UNCOUNTED) and self.call.peer is None
-        return (self.call.op, self.call.dtype, self.call.root, self.call.reduce, self.sizes if even else None)
 
 
 @dataclass(eq=False)
