@@ -272,7 +272,7 @@ async def _replay_all(campaign: Campaign) -> None:
     try:
         with Progress(enabled=not options.json) as progress:
             async with Watch(campaign.out, enabled=options.live_check, abort=options.abort_on_cycle) as watch:
-                await watch.follow(warm_up)
+                await watch.follow(warm_up, options.policies[0])
                 async with engine_class(
                     campaign.model,
                     options.world,
@@ -316,7 +316,7 @@ async def _replay_run(
         sink(row)
         progress.advance(row.output_tokens)
 
-    await watch.follow(run.folder)
+    await watch.follow(run.folder, run.policy)
     await engine.flush()
     await engine.use_policy(run.policy, record=run.folder)
     shutil.rmtree(campaign.out / WARM_UP, ignore_errors=True)

@@ -40,6 +40,7 @@ class Watch:
         self._reader: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._engine: Any = None
+        self._policy = ""
 
     async def __aenter__(self) -> Self:
         for name in REPORTS:
@@ -79,9 +80,10 @@ class Watch:
         """The engine to end, with `abort`."""
         self._engine = engine
 
-    async def follow(self, folder: Path) -> None:
+    async def follow(self, folder: Path, policy: str) -> None:
         """Watch the rings that the ranks will write into this directory; returns when the watcher is ready to."""
         process, reader = self._process, self._reader
+        self._policy = policy
         if process is None or reader is None or reader.done():
             return
         self._ready.clear()
@@ -112,18 +114,22 @@ class Watch:
             print("turnstile: the live check was killed; the run goes on without it", file=sys.stderr)
 
     def _report(self, said: dict[str, Any]) -> None:
+        from verify import words
+
         diagnosis = said["diagnosis"]
-        report_files.write(self._out / "hang.txt", said["report"].encode() + b"\n")
+        report = f"{said['report']}\npolicy    {self._policy}"
+        report_files.write(self._out / "hang.txt", report.encode() + b"\n")
         report_files.write_json(self._out / "hang.json", {**diagnosis, "run": said["run"], "monotonic_ns": said["ns"]})
         # Calls that differ may complete; whoever waits in a ring, or for one that has ended, waits for ever.
         if self._abort and self._engine is not None and diagnosis["class"] != "mismatch":
-            ranks = ", ".join(map(str, diagnosis["ranks"]))
-            blamed = f" (rank {ranks})" if ranks else ""
+            blamed = f" ({words.ranks(diagnosis['ranks'])})" if diagnosis["ranks"] else ""
+            print(f"turnstile: {diagnosis['say']}", file=sys.stderr, flush=True)
             self._engine.abort(
                 HangFound(
-                    f"the run hangs, a certain {diagnosis['class']}{blamed}, and was ended: {self._out / 'hang.txt'}"
-                    f" says why; finished turns are kept, go on with --out {self._out} --resume"
+                    f"the run hangs under {self._policy}, a certain {diagnosis['class']}{blamed}, and was ended:"
+                    f" {self._out / 'hang.txt'} says more; finished turns are kept, go on with"
+                    f" --out {self._out} --resume"
                 )
             )
         else:
-            print(said["report"], file=sys.stderr, flush=True)
+            print(report, file=sys.stderr, flush=True)

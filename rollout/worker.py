@@ -22,6 +22,7 @@ from kernel.journal import Journal, groups
 from kernel.program import Program
 from kernel.rank import Ports, Rank
 from kernel.record import NullRecorder, Recorder, ring_path
+from kernel.record.layout import ORPHANED
 from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
@@ -241,7 +242,7 @@ async def _listen(
     end_device: Callable[[], Coroutine[Any, Any, None]] | None,
     main: asyncio.Task[Any],
 ) -> None:
-    reason = "the launcher has ended"
+    reason = ORPHANED
     while (message := await wire.read(reader)) is not None:
         if "abort" in message:
             reason = message["abort"]

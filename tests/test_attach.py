@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,14 @@ from kernel.program import Program
 from kernel.record import Kind, Recorder, read, ring_path
 from kernel.request import Phase
 from kernel.topology import Role, World
+from tests.installed_rings import Rank as InstalledRank
 from tests.ranks import Me, Ranks
 from verify.attach import attach, environment, program, rank_of, ring_paths
-from verify.blame import Class
+from verify.blame import Certainty, Class
+from verify.events import Site
+from verify.hang.diagnosis import diagnose_found
+from verify.hang.stacks import At, places
+from verify.readers.found import Stack
 from verify.readers.record import RecordReader
 from verify.waitgraph import diagnose_events
 
@@ -323,3 +329,65 @@ def test_pids_that_are_no_ranks(stranger: int) -> None:
     assert ring_paths(stranger) == []
     mine = attach([os.getpid()], spy=None)
     assert len(mine.stacks) >= threading.active_count()
+
+
+TWICE = """
+import json, pathlib, sys
+count = pathlib.Path(__file__).with_name("count")
+line = {lines}[count.exists()]
+count.touch()
+frames = [{{"name": "step", "filename": __file__ + ".py", "line": line}}]
+print(json.dumps([{{"pid": int(sys.argv[-1]), "thread_name": "MainThread", "owns_gil": False, "frames": frames}}]))
+"""
+
+
+@pytest.mark.parametrize(("lines", "at"), [([2, 2], At.OUTSIDE), ([1, 2], At.RUNNING)])
+def test_a_sleep_keeps_a_thread_that_stands_in_it_twice(
+    lines: list[int], at: At, stranger: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verify.attach.APART_S", 0.05)
+    monkeypatch.setattr("verify.attach._switches", lambda _: ())  # the interpreter may still be on its way to the sleep
+    tool = spy(tmp_path, TWICE.format(lines=lines))
+    Path(f"{tool}.py").write_text("x = f()\ntime.sleep(0.1)\n")
+    found = attach([stranger], spy=tool)
+    assert [stack.awake for stack in found.stacks] == [at is At.RUNNING]
+    place = places(found.stacks)[3]
+    assert (place.at, place.site.line) == (at, 2)
+
+
+def test_a_thread_that_linux_saw_run_is_not_blocked(
+    stranger: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that sleeps is at the same line whenever one looks."""
+    counts = iter([("switches: 1",), ("switches: 2",)])
+    monkeypatch.setattr("verify.attach.APART_S", 0.05)
+    monkeypatch.setattr("verify.attach._switches", lambda _: next(counts))
+    found = attach([stranger], spy=spy(tmp_path, SAYS))
+    assert [stack.awake for stack in found.stacks] == [True]
+
+
+def test_a_record_that_moved_since_beats_the_stack(tmp_path: Path) -> None:
+    """Rank 1 works with others at 10 Hz, and sleeps whenever one looks; rank 0 waits for it in a barrier."""
+    out = tmp_path / "run"
+    ranks = [InstalledRank(out, rank, ago_s=60.0 * (rank == 0)) for rank in (0, 1)]
+    groups_ = [rank.group("world", 0, 1) for rank in ranks]
+    ranks[0].wait(ranks[0].call(groups_[0]))
+    ranks[1].text(Kind.DECISION, "a step of its own")
+    found = RecordReader().read(out)
+    sleeps = Stack(1, "MainThread", (Site("[kernel]", 0, "hrtimer_nanosleep"), Site("train.py", 9, "step")))
+    told = diagnose_found(replace(found, stacks=(sleeps,)))
+    assert (told.code, told.verdict.certainty, told.verdict.ranks) == (3, Certainty.UNDECIDED, ())
+    assert "moved a moment ago" in told.verdict.say
+
+
+def test_a_frame_of_torch_is_a_collective_that_the_record_does_not_show() -> None:
+    def at(*frames: tuple[str, str]) -> At:
+        stack = Stack(0, "MainThread", (*(Site(file, 9, name) for file, name in frames), Site("train.py", 7, "main")))
+        return places([stack])[0].at
+
+    torch = "/usr/lib/python3/site-packages/torch/"
+    inside = (torch + "distributed/utils.py", "_verify_param_shape_across_processes")
+    assert at(inside, (torch + "nn/parallel/distributed.py", "__init__")) is At.COLLECTIVE
+    assert at((torch + "nn/parallel/distributed.py", "_ddp_init_helper")) is At.COLLECTIVE
+    assert at((torch + "utils/data/dataloader.py", "_try_get_data")) is At.OUTSIDE
+    assert at((torch + "distributed/checkpoint/filesystem.py", "_write_item")) is At.OUTSIDE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kernel.errors import UsageError
 from kernel.record import Kind, Recorder, RingFollower, read, ring_path
-from tests.test_readers_installed import Rank, pair
+from tests.installed_rings import Rank, pair
 from verify.blame import Certainty, Class
 from verify.hosts.delta import Receiver, Sender
 from verify.live import idle

@@ -153,11 +153,14 @@ def test_a_ring_ends_the_run_which_can_be_gone_on_with(policy: str, tmp_path: Pa
     with rollout(out, "--policy", spec, "--abort-on-cycle") as run:
         stdout, stderr = run.communicate(timeout=300)
     assert run.returncode == 1
-    assert stderr.count("\n") == 1
-    assert stderr.startswith("turnstile: the run hangs, a certain cycle")
-    assert "--resume" in stderr
+    happened, ended, rest = stderr.split("\n")
+    assert rest == ""
+    assert happened.startswith("turnstile: Ranks 0 and 1 wait in a ring: ")
+    assert ended.startswith(f"turnstile: the run hangs under {spec}, a certain cycle (ranks 0 and 1), and was ended: ")
+    assert "--resume" in ended
     report = (out / "hang.txt").read_text()
     assert report.startswith("verdict   cycle (certain): ranks 0 and 1: run\n")
+    assert report.endswith(f"\npolicy    {spec}\n")
     assert report.count("\n") <= 25
     assert json.loads((out / "hang.json").read_text())["class"] == "cycle"
     assert json.loads((out / "run.json").read_text())["status"] == "failed"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kernel.record import Kind, Recorder, read, ring_path
-from kernel.record.foreign import PROGRAM, Call, Group, thread_text
+from tests.installed_rings import Rank, pair, told
 from verify.blame import Certainty, Class
 from verify.events import Kind as What
 from verify.events import Site
@@ -23,74 +21,7 @@ from verify.readers.record import RecordReader
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verify.hang.diagnosis import Diagnosis
-
-PROGRAM_LINE = "train.py:7 step"
-
-
-class Rank:
-    """The ring of one rank. ago_s: when everything in it happened."""
-
-    def __init__(self, out: Path, rank: int, size: int = 2, ago_s: float = 60.0, capacity: int = 1000) -> None:
-        self.rank = rank
-        self.recorder = Recorder(
-            ring_path(out, rank), rank=rank, groups={}, meta={"program": PROGRAM, "size": size}, capacity=capacity,
-            clock=lambda: time.monotonic_ns() - int(ago_s * 1e9),
-        )  # fmt: skip
-        self.at = 0
-        self._groups = count(1)
-        self._numbers: dict[Any, int] = {}
-
-    def thread(self, number: int, name: str = "") -> Rank:
-        """From here on, what thread `number` does; 0 is the main one."""
-        self.at = number
-        if number:
-            self.recorder.site(thread_text(number, name or f"Thread-{number} (work)"))
-        return self
-
-    def group(self, name: str, *ranks: int, base: int = 0, certain: bool = True) -> Group:
-        made = Group(next(self._groups), name, ranks, "gloo", base, certain)
-        self.recorder.site(made.text())
-        return made
-
-    def call(
-        self, group: Group, op: str = "all_reduce", size: int = 4, line: int = 7,
-        ins: tuple[int, ...] = (), outs: tuple[int, ...] = (), **more: Any,
-    ) -> int:  # fmt: skip
-        call = Call(op, dtype="float32", ins=len(ins) or 1, outs=len(outs) or 1, **{"medium": "gloo", **more})
-        key = (group.number, call.peer, call.op if call.peer is not None else "")
-        number = self._numbers[key] = self._numbers.get(key, group.base if call.peer is None else 0) + 1
-        if ins:
-            self.recorder.sizes(group.number, number, ins, Kind.INPUTS)
-        if outs:
-            self.recorder.sizes(group.number, number, outs, Kind.OUTPUTS)
-        return self.recorder.event(
-            Kind.CALL, group=group.number, seq=number, round_=sum(outs) or size, epoch=self.at, a=sum(ins) or size,
-            b=self.recorder.site(call.text()), site=self.recorder.site(f"train.py:{line} step"),
-        )  # fmt: skip
-
-    def wait(self, number: int) -> None:
-        self.recorder.event(Kind.CALL_WAIT, epoch=self.at, a=number)
-
-    def done(self, number: int, why: str = "", source: int = -1) -> None:
-        self.recorder.event(Kind.CALL_DONE, seq=source, epoch=self.at, a=number, b=self.recorder.site(why))
-
-    def over(self, *calls: int) -> None:
-        for number in calls:
-            self.wait(number)
-            self.done(number)
-
-    def text(self, kind: Kind, text: str, a: int = 0) -> None:
-        self.recorder.event(kind, epoch=self.at, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
-
-
-def told(out: Path, patience_s: float = 5.0) -> Diagnosis:
-    return diagnose_found(RecordReader(patience_s).read(out))
-
-
-def pair(out: Path, ago_s: float = 60.0, size: int = 2) -> list[tuple[Rank, Group]]:
-    ranks = [Rank(out, rank, size, ago_s) for rank in range(size)]
-    return [(rank, rank.group("world", *range(size))) for rank in ranks]
+    from kernel.record.foreign import Group
 
 
 @pytest.mark.parametrize(("ago_s", "code"), [(60.0, 1), (0.0, 3)])
@@ -280,7 +211,7 @@ def test_threads_that_wait_for_threads_that_compute_are_no_cycle(tmp_path: Path,
     zero.thread(1).wait(zero.call(a))
     one.wait(one.call(d))
     found = told(tmp_path).verdict
-    assert found.cls is Class.MISSING
+    assert (found.cls, found.certainty) == (Class.MISSING, Certainty.CONDITIONAL)
     assert found.ranks == ((0, 1) if seen else (0,))
     assert "call 2 on b" in found.say
 
@@ -376,7 +307,8 @@ def test_an_open_call_that_nobody_waits_for_is_no_certain_fault(tmp_path: Path, 
         one.wait(number)
     found = told(tmp_path).verdict
     assert (found.cls, found.ranks) == (Class.MISSING, (0,))
-    assert found.certainty is (Certainty.CERTAIN if waits else Certainty.CONDITIONAL)
+    assert found.certainty is Certainty.CONDITIONAL
+    assert "rank 0 does not come after all" in found.condition
     assert ("rank 1 polls for what it has open" in found.condition) is not waits
 
 
@@ -389,7 +321,7 @@ def test_a_call_that_is_waited_for_comes_before_one_that_is_not(tmp_path: Path) 
     zero.call(world, "recv", peer=2, tag="0", asynchronous=True)
     one.wait(one.call(same, "recv", peer=0, tag="0"))
     found = told(tmp_path).verdict
-    assert (found.certainty, found.ranks) == (Certainty.CERTAIN, (0,))
+    assert (found.cls, found.condition, found.ranks) == (Class.MISSING, "rank 0 does not come after all", (0,))
     assert (two.rank, its.number) == (2, 1)
 
 
@@ -421,13 +353,16 @@ def test_a_call_that_raised_before_the_others_came_is_told_as_failed(tmp_path: P
     assert "finished" not in found.verdict.say
 
 
-def test_calls_that_raised_everywhere_are_not_said_to_complete(tmp_path: Path) -> None:
+@pytest.mark.parametrize("over", [False, True])
+def test_calls_that_raised_everywhere_are_not_said_to_complete(tmp_path: Path, over: bool) -> None:
     for rank, group in pair(tmp_path):
         number = rank.call(group)
         rank.wait(number)
         rank.done(number, "RuntimeError: timed out")
+        if over:
+            rank.recorder.close()
     found = told(tmp_path)
-    assert found.code == 0
+    assert found.code == (0 if over else 3)
     assert "it failed on ranks 0 and 1 at train.py:7 in step: RuntimeError: timed out" in found.verdict.say
     assert "and completes" not in found.verdict.say
 
@@ -497,3 +432,13 @@ def test_a_rank_that_left_left_with_its_threads(tmp_path: Path) -> None:
     verdict = diagnose_found(found).verdict
     assert (verdict.cls, verdict.ranks) == (Class.MISSING, (1,))
     assert "rank 1, which has left" in verdict.say
+
+
+def test_transfers_of_other_tags_are_told_apart(tmp_path: Path) -> None:
+    (zero, world), (one, same) = pair(tmp_path)
+    zero.wait(zero.call(world, "send", peer=1, tag="1"))
+    one.wait(one.call(same, "recv", peer=0, tag="2"))
+    found = told(tmp_path)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.CYCLE, (0, 1))
+    heads = timetable(found)[1].split("transfer 1")[1:]
+    assert [head.strip() for head in heads] == ["tag 1", "tag 2"]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kernel.errors import UsageError
 from tests.fr_dumps import Recorder, recorders, save, write
 from verify.blame import Certainty, Class
 from verify.hang.diagnosis import Diagnosis, diagnose_found
@@ -142,3 +143,23 @@ def test_an_operation_of_a_later_version_still_differs(tmp_path: Path) -> None:
     ranks[2].entries[-1]["profiling_name"] = "nccl:all_reduce_sparse"
     found = answer(tmp_path, ranks)
     assert (found.verdict.cls, found.verdict.ranks) == (Class.MISMATCH, (2,))
+
+
+def test_a_name_that_contradicts_the_groups_is_told_apart_from_one_without_a_rank(tmp_path: Path) -> None:
+    folder = save(tmp_path / "job", stuck())
+    (folder / "dump_rank_2").rename(folder / "dump_rank_7")
+    with pytest.raises(UsageError) as refused:
+        gather([folder])
+    what = "its name says rank 7, the groups in it have ranks 0, 1, 2 and 3 only"
+    assert str(refused.value) == f"{folder / 'dump_rank_7'}: {what}: name it after its own rank, or leave it out"
+
+
+def test_where_the_groups_leave_one_rank_only_that_one_is_believed(tmp_path: Path) -> None:
+    ranks = recorders(2, {"0": ("default_pg", (0, 1)), "1": ("mine", (1,))})
+    for rank in ranks:
+        rank.call("0")
+    folder = save(tmp_path / "job", ranks)
+    (folder / "dump_rank_1").rename(folder / "dump_rank_5")
+    found = gather([folder])
+    assert found.present == {0, 1}
+    assert "dump_rank_5: its name says rank 5, its groups rank 1, which is believed" in found.unknown

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from kernel.errors import UsageError
 from kernel.journal import Journal, groups
 from kernel.program import Program
-from kernel.record import Recorder, ring_path
+from kernel.record import Kind, Recorder, ring_path
+from kernel.record.layout import ORPHANED
 from kernel.request import Phase
 from kernel.topology import Role, World
 from tests.reading import read_or_line
 from verify.blame import Class
+from verify.hang.diagnosis import diagnose_found
 from verify.readers.record import READER, RecordReader
 from verify.waitgraph import diagnose_events
 
@@ -274,3 +276,21 @@ def test_damaged_rings_give_a_line_or_a_finding(data: st.DataObject, rings: tupl
     found = read_or_line(READER, path)
     if found is not None:
         diagnose_events(found.events, sorted(found.expected)[:64])
+
+
+@pytest.mark.parametrize("all_", [True, False])
+def test_a_run_whose_launcher_was_killed_says_so(tmp_path: Path, all_: bool) -> None:
+    """Wherever the ranks stood; and nothing is said of a launcher that only one of them has lost."""
+    run = Run(tmp_path)
+    run.journals[0].exchange("pre-d", leaves=False)
+    for rank, journal in enumerate(run.journals):
+        recorder = journal._recorder
+        why = ORPHANED if all_ or rank else "rank 1 has ended"
+        text = f"RankLost: rank {rank} in exchange 1 (pre-d) was given up: {why}"
+        recorder.event(Kind.EXCEPTION, b=recorder.site(text))
+        recorder.close()
+    found = diagnose_found(READER.read(tmp_path))
+    assert ("The launcher of this run ended without a word" in found.verdict.say) is all_
+    if all_:
+        assert (found.code, found.verdict.cls, found.verdict.ranks) == (1, Class.EXCEPTION, ())
+        assert "--resume" in found.verdict.fix

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,3 +234,38 @@ def test_ranks_of_one_host_share_a_clock(tmp_path: Path) -> None:
         rec.event(Kind.MARK)
         times.append(read(rec.path).events[-1].time_ns)
     assert all(before < after for before, after in pairwise(times))
+
+
+CUT = """
+import os, sys
+from kernel.record import Kind, Recorder
+path, size, first = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+made = Recorder(path, rank=0, groups={}, capacity=4096)
+ways = {
+    "event": lambda: made.event(Kind.DECISION),
+    "write": lambda: made.write(int(Kind.CALL), 0, 0, 0, -1, 0, 0, 0),
+    "site": lambda: made.site("new"),
+    "sizes": lambda: made.sizes(0, 1, (1, 2)),
+    "beat": made.beat,
+    "close": made.close,
+}
+for number in range(4000):
+    made.event(Kind.DECISION)
+os.truncate(path, size)
+for name in (first, *ways):
+    ways[name]()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("first", ["site", "beat", "close"])
+def test_a_program_that_beats_outlives_the_truncation_of_its_ring(tmp_path: Path, first: str) -> None:
+    """A write behind the end of a mapped file ends a process by SIGBUS."""
+    ring = tmp_path / "rank0.ring"
+    ended = subprocess.run(
+        [sys.executable, "-c", CUT, str(ring), "0", first], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")
+    assert ended.stderr == f"record {ring}: somebody truncated it: nothing more is recorded\n"
+    with pytest.raises(UsageError, match=r"not a ring file|cut off"):
+        read(ring)

@@ -342,6 +342,7 @@ def everything() -> dict[str, Any]:
     for module in (dist, dist.distributed_c10d, torch.cuda):
         found |= {f"{module.__name__}.{name}": value for name, value in vars(module).items() if callable(value)}
     found |= {"excepthook": sys.excepthook, "threads": threading.excepthook, "paths": list(sys.meta_path)}
+    found["exit"] = sys.exit
     return found | {"ddp": torch.nn.parallel.DistributedDataParallel.forward}
 
 
@@ -441,3 +442,40 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     assert made.path is None
     dist.all_reduce(torch.ones(2))
     record.decision("nobody hears")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [("fatal: no shard", "sys.exit: fatal: no shard"), (3, "sys.exit: 3"), (0, "")]
+)
+def test_an_exit_with_a_code_or_a_message_is_in_the_record(fake: Fake, status: object, said: str) -> None:
+    made = record.install(fake.directory())
+    with pytest.raises(SystemExit) as left:
+        sys.exit(status)  # type: ignore[arg-type]
+    assert left.value.code == status
+    assert made.path is not None
+    texts = [event.text for event in read(made.path).events if event.kind is Kind.DECISION]
+    assert texts == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": "0"}, "rank '0' is no rank: give record.install a whole number from 0 on, as int(os.environ["),
+        ({"rank": -1}, "rank -1 is no rank: give record.install"),
+        ({"rank": True}, "rank True is no rank"),
+        ({"capacity": 0}, "capacity 0: give record.install a whole number of events in 1.."),
+        ({"capacity": "many"}, "capacity 'many': give"),
+    ],
+)
+def test_an_argument_that_is_none_is_refused_in_one_line(
+    fake: Fake, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any], said: str
+) -> None:
+    before = everything()
+    made = record.install(fake.directory(), **arguments)
+    assert (made.path, made.active) == (None, False)
+    assert everything() == before
+    told = capsys.readouterr().err
+    assert told.startswith(f"turnstile: nothing is recorded: {said}")
+    assert told.count("\n") == 1
+    again = record.install(fake.directory())
+    assert again.active, "a mistake is no record"

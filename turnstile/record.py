@@ -35,7 +35,7 @@ def install(directory: str | os.PathLike[str], *, rank: int | None = None, capac
     rank: of this process; without it that of the default group, or of the environment (RANK as torchrun sets it,
     SLURM_PROCID, OMPI_COMM_WORLD_RANK), or from init_process_group on. capacity: events kept, 72 bytes each; a call is
     three or so. A second call returns the record that there is. Nothing is raised: where the ring cannot be written,
-    one line on standard error says so and the program goes on without.
+    or an argument is none, one line on standard error says so and the program goes on without.
     Returns the record, which ends with `uninstall()`, as a context manager, or with the program.
     """
     from kernel.comm.tap.tap import install as begin

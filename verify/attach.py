@@ -23,7 +23,8 @@ from verify import words
 from verify.events import Confidence, Event, Kind, Site, State
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
-from verify.readers.record import of_recordings
+from verify.readers.jobs import of_one_job, refuse_two
+from verify.readers.record import alive, of_recordings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from kernel.record import Recording
 
 SPY_TIMEOUT_S = 20.0
+APART_S = 0.5
+"""Between two looks at a thread: one that stands at the same place in both, and did not run, is taken for blocked."""
 MOST_OUTPUT = 1 << 24
 THREADS = 4096
 MOST_RINGS = 1 << 16
@@ -40,8 +43,9 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
 
     The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
-    read too. A pid that is gone counts as a rank that has left, if its rank can be told. Where a record moved less than
-    patience_s ago, it is read again when it should have been silent for so long.
+    read too. A pid that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice.
+    Records are read after that, so that a rank that has moved since is seen to have; and where one moved less than
+    patience_s ago, again when it should have been silent for so long.
     Raises UsageError, one line, for pids that are no processes, or where nothing at all may be read.
     """
     pids = list(dict.fromkeys(pids))
@@ -63,13 +67,14 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
         if (size := _number(environment(pid).get("WORLD_SIZE"))) is not None and 0 < size <= 1 << 20:
             worlds.add(size)
     with ThreadPoolExecutor(min(8, len(here))) as pool:
-        told = list(pool.map(lambda pid: _stacks(pid, ranks[pid], spy), here))
+        told = list(pool.map(lambda pid: _looks(pid, ranks[pid], spy), here))
     threads = [stack for seen, _ in told for stack in seen]
     unknown += [line for _, why in told for line in why]
-    if recordings and (rest := _youngest(recordings, patience_s)) > 0:
-        time.sleep(rest)
-        unknown_again: list[str] = []
-        recordings = _recordings(paths, unknown_again) or recordings
+    if recordings:
+        recordings = _recordings(paths, []) or recordings
+        if (rest := _youngest(recordings, patience_s)) > 0:
+            time.sleep(rest)
+            recordings = _recordings(paths, []) or recordings
     own = of_recordings(recordings, "record", patience_s) if recordings else Found("processes")
     seen_ranks = frozenset(stack.rank for stack in threads if stack.rank is not None)
     expected = own.expected | seen_ranks | (frozenset(range(worlds.pop())) if len(worlds) == 1 else frozenset())
@@ -118,6 +123,7 @@ def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict
             if recording.rank in recordings and recordings[recording.rank].pid != recording.pid:
                 raise UsageError(f"pid {pid}: another one is rank {recording.rank} too: give the pids of one run")
             recordings[recording.rank] = recording
+    refuse_two((each.path, each) for each in recordings.values())
     sizes = [size for each in recordings.values() if isinstance(size := each.meta.get("size"), int)]
     for folder in {each.path.parent for each in recordings.values()}:
         for path in sorted(folder.glob("rank*.ring"))[:MOST_RINGS]:
@@ -128,7 +134,9 @@ def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict
                 recordings[number] = read(path)
             except UsageError as error:
                 unknown.append(str(error))
-    return recordings
+    kept, stale = of_one_job(recordings, alive)
+    unknown += stale
+    return kept
 
 
 def _youngest(recordings: Mapping[int, Recording], patience_s: float) -> float:
@@ -185,6 +193,26 @@ def _visible(pid: int, name: str) -> Path:
 def program(name: str) -> str | None:
     """Where a program is: on the path, or beside this interpreter, whose environment need not be on it."""
     return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def _looks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], list[str]]:
+    """Its threads as the last of two looks shows them; those that ran since the first one are awake."""
+    counts, (before, _) = _switches(pid), _stacks(pid, rank, spy)
+    time.sleep(APART_S)
+    after, unknown = _stacks(pid, rank, spy)
+    again = _switches(pid)
+    known = {stack.thread: stack.frames for stack in before}
+    ran = {"MainThread"} if counts != again else set()
+    return [
+        replace(stack, awake=stack.thread in ran or known.get(stack.thread) != stack.frames) for stack in after
+    ], unknown
+
+
+def _switches(pid: int) -> tuple[str, ...]:
+    """What Linux counts of the main thread whenever it gets to run: its switches, and the time it has used."""
+    place = Path(f"/proc/{pid}/task/{pid}")
+    counts = [line for line in _read(place / "status").splitlines() if "ctxt_switches" in line]
+    return (*counts, *_read(place / "stat").rpartition(")")[2].split()[11:13])
 
 
 def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], list[str]]:

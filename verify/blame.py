@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from verify.matching import Host, Meeting, Situation
 
 
+INFERRED = Confidence.INFERRED
 RELAYED = frozenset({"BC", "broadcast", "reduce", "gather", "scatter"})
 """Operations that some members finish while others still wait for one another."""
 
@@ -77,8 +78,8 @@ class Verdict:
         return replace(self, certainty=Certainty.CONDITIONAL, condition=both, say=f"Only if {condition}: {self.say}")
 
     def undecided(self, why: str) -> Verdict:
-        """The same finding, not decided."""
-        return replace(self, certainty=Certainty.UNDECIDED, condition=why, say=f"Undecided: {why}.")
+        """The same finding, not decided: nobody is blamed."""
+        return replace(self, certainty=Certainty.UNDECIDED, ranks=(), condition=why, say=f"Undecided: {why}.")
 
 
 def severity(verdict: Verdict) -> int:
@@ -91,7 +92,9 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     roots = _first(_roots(graph), situation, graph)
     for standing, cls in ((Standing.RAISED, Class.EXCEPTION), (Standing.EXITED, Class.MISSING)):
         if gone := [host for host, active in roots if active and host.standing is standing]:
-            return _absent(cls, gone, graph)
+            # A launcher kills the others when one has raised.
+            gone = [host for host in gone if host.event is None or host.event.confidence is not INFERRED] or gone
+            return absent(cls, gone, graph)
     if differing := [meeting for meeting in situation.meetings.values() if not meeting.agrees()]:
         return _mismatch(min(differing, key=_place), _sides_of_all)
     if differing := words.other_sites(situation.meetings.values()):
@@ -101,12 +104,12 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     hosts = [host for host, active in roots if active] or [host for host, _ in roots]
     known = [host for host in hosts if host.standing is not Standing.UNKNOWN]
     if late := [host for host in known if host.standing is not Standing.OUTSIDE]:
-        return _absent(Class.MISSING, late, graph)
+        return absent(Class.MISSING, late, graph)
     if outside := known or [host for host in situation.hosts if host.standing is Standing.OUTSIDE]:
-        return _absent(Class.OUTSIDE, outside, graph)
+        return absent(Class.OUTSIDE, outside, graph)
     if hosts:
         names = words.ranks([host.rank for host in hosts])
-        found = _absent(Class.MISSING, hosts, graph)
+        found = absent(Class.MISSING, hosts, graph)
         return replace(found, ranks=(), certainty=Certainty.UNDECIDED, condition=f"no evidence of {names}")
     return _settled(graph) if situation.quiet else Verdict(Class.NONE)
 
@@ -136,11 +139,11 @@ def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
     found = []
     for node, data in graph.nodes(data=True):
         if node[0] == "host" and not graph.out_degree(node) and graph.in_degree(node):
-            found.append((data["host"], any(graph.nodes[op].get("active") for op in _needing(graph, node))))
+            found.append((data["host"], any(graph.nodes[op].get("active") for op in needing(graph, node))))
     return sorted(found, key=lambda each: (each[0].rank, each[0].thread))
 
 
-def _needing(graph: nx.DiGraph[Any], node: Any) -> list[Any]:
+def needing(graph: nx.DiGraph[Any], node: Any) -> list[Any]:
     """The operations that an actor keeps waiting, alone or as one of several threads."""
     before = list(graph.predecessors(node))
     return [op for one in before for op in (graph.predecessors(one) if one[0] == "any" else (one,))]
@@ -158,19 +161,20 @@ def _nearest(graph: nx.DiGraph[Any], rank: int, op: Any) -> tuple[bool, bool, An
     return (not graph.nodes[op].get("active"), rank in arrived or rank not in op[1][0][2], op)
 
 
-def _absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict:
+def absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict:
+    """The verdict on hosts that left, are blocked outside or never came, for whom others wait."""
     ranks = tuple(sorted({host.rank for host in hosts}))
     alike: dict[tuple[str, str], list[Host]] = {}
     for host in hosts:
         node = ("host", host.rank, host.thread)
-        ops = sorted(_needing(graph, node), key=partial(_nearest, graph, host.rank)) if node in graph else []
+        ops = sorted(needing(graph, node), key=partial(_nearest, graph, host.rank)) if node in graph else []
         waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
         alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
     lines = [f"{waiting}{words.standings(same)}" for (waiting, _), same in alike.items()]
     say = f"{lines[0][0].upper()}{lines[0][1:]}." if lines else ""
     if len(lines) > 1:
         say = f"{words.ranks(ranks).capitalize()} never arrived: {lines[0]}."
-    return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES[cls.value])
+    return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.fix(cls.value, hosts))
 
 
 def _sides_of_all(meeting: Meeting) -> dict[str, list[int]]:
@@ -204,7 +208,11 @@ def minority(sides: Iterable[Iterable[int]], of: int = 0) -> tuple[int, ...]:
 def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
     nodes = shortest_cycle(graph.subgraph(core))
     chain = words.chain(situation, graph, nodes)
-    members = tuple(sorted({graph.nodes[node]["rank"] for node in nodes if node[0] != "op"}))
+    tied = {node for node in nodes if node[0] != "op"}
+    if any(graph.nodes[node]["meeting"].from_anybody for node in nodes if node[0] == "op"):
+        # Any of its senders would open the ring: all of them are in it.
+        tied |= {node for node in nx.descendants(graph, nodes[0]) & core if node[0] == "host"}
+    members = tuple(sorted({graph.nodes[node]["rank"] for node in tied}))
     ops = [graph.nodes[node]["meeting"] for node in nodes if node[0] == "op"]
     odd, order = _out_of_order(ops)
     say = f"{words.ranks(members).capitalize()} wait in a ring: {'; '.join(chain)}."

@@ -31,6 +31,9 @@ HOST_MEDIA = frozenset({"gloo", "mpi", "host", "zmq", "tcp"})
 NOTHING = "nothing"
 """The operation of a WAIT that is over, of a thread that waits for none of the calls that it has open."""
 
+ANYBODY = "? anybody"
+"""How the stream of a receive begins that stands for one sender of several, any of which will do."""
+
 HOST_OPERATIONS = frozenset({"INIT", "FIN"})
 """Operations that never need room on a device, whatever the medium."""
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from verify.events import Confidence, Kind
+from verify.events import ANYBODY, Confidence, Kind
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -99,6 +99,11 @@ class Meeting:
     def seats(self) -> tuple[Seat, ...]:
         """Everybody who has to come."""
         return seats_of(self.key[0])
+
+    @property
+    def from_anybody(self) -> bool:
+        """Whether its receiver would take what any other member sends."""
+        return any(call.stream.startswith(ANYBODY) for _, call in self.arrived.values())
 
     def failures(self) -> dict[int, Event]:
         """Rank -> its call, of those whose call raised an exception."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verify.events import Kind
+from verify.events import Confidence, Kind
 from verify.matching import DEVICE, NOBODY_KNOWS, Standing, queues_of
 
 if TYPE_CHECKING:
@@ -24,6 +24,34 @@ FIXES = {
     "device_stall": "Look at that rank's device and link: its peers finished the operation.",
     "below": "Look below the order of calls: transport, launch queues, identity of the communicator.",
 }
+
+
+GONE = (
+    "Look at why that rank left: its log, the exit code that its launcher saw, and, where it was killed, the kernel's"
+    " log (dmesg) for the OOM killer."
+)
+"""What to do about a rank that left without a word."""
+LATE = (
+    "Look at what that rank does: if it is only slow, wait, or let the others wait longer; if it never comes, let every"
+    " member make the call, with nothing to contribute if need be."
+)
+"""What to do about a rank that may yet come."""
+
+
+LAUNCHER = (
+    "Look at why the launcher ended: its exit code, what its terminal shows, and the kernel's log (dmesg) for the OOM"
+    " killer. Finished turns are kept: go on with --resume."
+)
+"""What to do about a run whose launcher is gone."""
+SENDER = "Look at which rank was to send: let every rank that may be the one tell the receiver when it will not."
+"""What to do about a recv from anybody to which nobody sends."""
+
+
+def fix(cls: str, hosts: Iterable[Host]) -> str:
+    """What to do about a verdict of a class on these hosts."""
+    left = [host.event for host in hosts if host.event is not None and host.event.kind is Kind.EXIT]
+    # How they left is a conclusion: nobody has seen them return, or raise.
+    return GONE if any(event.confidence is Confidence.INFERRED for event in left) else FIXES[cls]
 
 
 GUESSED = {"? store": "a key of the store", "? device": "its device", "? collective": "a collective"}
@@ -56,6 +84,8 @@ def operation(meeting: Meeting) -> str:
         return guessed
     text = number(meeting)
     text = text[0].lower() + text[1:]
+    if meeting.from_anybody:
+        return "a recv from anybody" + (f" on {name}" if (name := meeting.key[0][1]) else "")
     if meeting.key[0][0] == "pair":
         return text
     calls = [call for _, (_, call) in sorted(meeting.arrived.items(), key=lambda each: each[0])]
@@ -181,11 +211,24 @@ def _hop(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, need
         return f"on rank {launch.rank} {_own(launch)} is queued behind {behind}, which needs {why}"
     host = mine["host"]
     name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
+    if meeting.from_anybody:
+        return f"{name} waits in {operation(meeting)}{at(host.event)}, and {nobody_of(senders(graph, actor))} has sent"
     if host.event is not None and host.event.kind is Kind.WAIT:
         return f"{name} waits on the host{at(host.event)} for {operation(meeting)}, which needs {why}"
     if host.waits and meeting not in host.waits[0].meetings:
         return f"{name} waits in {_own(host.waits[0])}{at(host.event)}, behind {operation(meeting)}, which needs {why}"
     return f"{name} waits in {operation(meeting)}{at(host.event)} for {why}"
+
+
+def senders(graph: nx.DiGraph[Any], host: Any) -> list[int]:
+    """The ranks that may send what a host takes from anybody."""
+    meetings = [graph.nodes[op]["meeting"] for op in graph.successors(host)]
+    return sorted({meeting.key[0][2][0] for meeting in meetings if meeting.from_anybody})
+
+
+def nobody_of(numbers: Sequence[int]) -> str:
+    """`none of ranks 0 and 2`, `no rank 1`."""
+    return f"none of {ranks(numbers)}" if len(numbers) > 1 else f"not even {ranks(numbers)}"
 
 
 def _own(launch: Launch) -> str:

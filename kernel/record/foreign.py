@@ -18,6 +18,8 @@ GROUP: Final = "group "
 THREAD: Final = "thread "
 EDGES: Final = "the program orders streams by events, which is not recorded"
 """A MARK: queues may be tied in ways that the record does not show."""
+LEAVES: Final = "sys.exit: "
+"""How a decision begins by which the main thread leaves with another exit code than 0; the code or message follows."""
 BROKEN: Final = "could not be recorded: "
 """A MARK: so many calls may be missing."""
 HOST_MEDIA: Final = frozenset({"gloo", "mpi", "host", "ucc", "fake"})

@@ -23,6 +23,8 @@ MAGIC: Final = b"TURNRING"
 FORMAT: Final = 1
 MAX_CAPACITY: Final = 1 << 22
 MAX_HEADER: Final = 1 << 22
+ORPHANED: Final = "the launcher has ended"
+"""How the exception ends by which a rank gives up that has lost its launcher."""
 MAX_STRINGS: Final = 1 << 26
 MAX_STRING: Final = 1 << 18
 """Bytes of one string; longer ones are cut."""

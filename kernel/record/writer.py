@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -71,7 +72,8 @@ class Recorder:
     are one step each. Between them another thread may run, so a reader can find a gap, which it counts. Not to be used
     by a forked child.
     Raises UsageError when the file cannot be made: its blocks are taken here, since a full disk would otherwise kill
-    the process at some later event.
+    the process at some later event. A file that somebody shortens later is given up by the next
+    `beat`, `site` or `close`, in a line on standard error.
     """
 
     def __init__(
@@ -111,11 +113,13 @@ class Recorder:
         self._capacity, self._clock = capacity, clock
         fixed = PREAMBLE.pack(MAGIC, FORMAT, EVENT.size, capacity, len(header), strings, self._events_at)
         first = (fixed + LENGTH.pack(zlib.crc32(fixed + header))).ljust(HEADER_AT, b"\0") + header
+        self._size = self._events_at + capacity * EVENT.size
         try:
-            self._map = _create(self.path, first, self._events_at + capacity * EVENT.size)
+            self._map = _create(self.path, first, self._size)
         except OSError as error:
             raise UsageError(f"record {path}: {error.strerror}: choose another directory with --out") from None
         self._tick, self._pack = count(1).__next__, EVENT.pack_into
+        self._there: Callable[[], int] = self._map.size
         self._ids: dict[str | tuple[str, str, int], int] = {"": 0}
         self._used, self._strings, self._lock = 0, 0, threading.Lock()
         self._full = self.site(FULL)
@@ -197,6 +201,8 @@ class Recorder:
 
     def beat(self) -> None:
         """Say that this process runs Python."""
+        if self._there() < self._size:
+            self._cut()
         WORD.pack_into(self._map, BEAT_AT, max(1, self._clock()))
 
     def sizes(self, group: int, seq: int, sizes: Sequence[int], kind: int = _SIZES) -> None:
@@ -224,9 +230,23 @@ class Recorder:
 
     def close(self) -> None:
         """Mark the record as ended in order, and write it to disk. Idempotent; other threads may still write."""
+        if self._there() < self._size:
+            self._cut()
         if WORD.unpack_from(self._map, CLOSED_AT)[0] == 0:
             WORD.pack_into(self._map, CLOSED_AT, max(1, self._clock()))
         self._map.flush()
+
+    def _cut(self) -> None:
+        """Write to memory from here on: somebody has shortened the file, and what is past its end kills who touches it.
+
+        Its size is looked at by `beat`, `close` and for new strings, not before each event: that look lets go of the
+        interpreter lock, which would cost a busy rank more than the event does. A program that is stuck and beats is
+        safe, then; one that writes an event before the next beat is not.
+        """
+        self._map = mmap.mmap(-1, self._size)
+        self._there = lambda: self._size
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"record {self.path}: somebody truncated it: nothing more is recorded", file=sys.stderr, flush=True)
 
     def _intern(self, key: str | tuple[str, str, int], text: str) -> int:
         data = LENGTH.pack(0) + text.encode(errors="replace")[:MAX_STRING]
@@ -236,6 +256,8 @@ class Recorder:
             at = self._strings_at + self._used
             if at + len(data) > self._strings_end:
                 return self._full
+            if self._there() < self._size:
+                self._cut()
             self._map[at : at + len(data)] = LENGTH.pack(len(data) - LENGTH.size) + data[LENGTH.size :]
             self._used += len(data)
             # The entry is whole before it counts: a reader looks at `used` only.

@@ -7,6 +7,7 @@ waiting, if they are members at all; the verdict says so. Everything else is und
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from verify.readers.found import Found
 
 NEEDED: Final = "a record (turnstile.record.install) or Flight Recorder dumps of these ranks would"
+ELSEWHERE: Final = {
+    At.STORE: "waits for a key of the store", At.DEVICE: "waits for its device", At.RUNNING: "runs",
+}  # fmt: skip
 
 
 def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
@@ -50,7 +54,8 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     waiting = f"{words.ranks(calling).capitalize()} wait{'s' * (len(calling) == 1)} in {call.what} at {call.site}"
     if gone:
         left = f"{words.ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} left"
-        return _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
+        blames = _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
+        return replace(blames, fix=words.GONE)
     loose = {rank: place for rank, place in others.items() if place.at is not At.OUTSIDE}
     if loose:
         why = f"{waiting[0].lower()}{waiting[1:]}, and {_elsewhere(others)}, on the way to that call perhaps"
@@ -87,7 +92,7 @@ def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Pla
         key = f"a key of the store ({place.what})"
         say = f"Rank {rank} waits at {place.site} for {key}, which nobody else can set but {lines[0]}."
         return Verdict(
-            cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=lines, say=say, fix=words.FIXES[cls.value],
+            cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=lines, say=say, fix=words.fix(cls.value, blamed),
             condition=f"what rank {rank} waits for is up to another rank of the job",
         )  # fmt: skip
     return None
@@ -112,6 +117,6 @@ def _standing(calling: dict[int, Place]) -> str:
 def _elsewhere(others: dict[int, Place]) -> str:
     told = []
     for rank, place in list(others.items())[:3]:
-        what = {At.STORE: "waits for a key of the store", At.DEVICE: "waits for its device"}.get(place.at, "stands")
+        what = ELSEWHERE.get(place.at, "stands")
         told.append(f"rank {rank} {what} at {place.site}")
     return ", ".join(told)

@@ -29,6 +29,8 @@ class At(StrEnum):
     STORE = "store"
     """It waits for a key that somebody sets."""
     OUTSIDE = "outside"
+    RUNNING = "running"
+    """It ran since, or its rank moved: it is not blocked where it was seen."""
     UNCLEAR = "unclear"
     """Its innermost frame is a line of the program, which may call anything."""
 
@@ -53,6 +55,13 @@ DEVICE: Final = re.compile(
 )
 DEVICE_FILES: Final = re.compile(r"(^|/)torch/(cuda|xpu|accelerator)/|(^|/)deep_ep/")
 COLLECTIVE_FILES: Final = re.compile(r"(^|/)torch/distributed/")
+INTERNAL_FILES: Final = re.compile(r"(^|/)torch/(distributed/(?!checkpoint/|elastic/|launcher/|run\.py)|nn/parallel/)")
+"""Where torch itself makes collectives that no function of its interface stands for, as DDP's constructor does."""
+WAITERS: Final = re.compile(
+    r"(^|/)torch/(distributed/|_ops\.py|_C/|nn/parallel/|autograd/|utils/_contextlib)|(^|/)kernel/comm/tap/|"
+    r"\.so[.\d]*$|\.(cpp|cc|cu|c|h|hpp)$|^(?!<(frozen|string))[^/]*(?<!\.py)$"
+)
+"""Where a thread that waits in a collective has its innermost frame. Elsewhere (as in an import) it is on its way."""
 COLLECTIVE: Final = re.compile(
     r"^(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|reduce|gather\w*|scatter\w*|barrier|"
     r"monitored_barrier|send|recv|batch_isend_irecv|new_group|destroy_process_group|init_process_group)$"
@@ -94,13 +103,22 @@ KEY: Final = "store: "
 """How a record begins the name of a wait for a key of the store."""
 
 
-def places(stacks: Iterable[Stack]) -> dict[int, Place]:
-    """Where the main thread of each rank stands, for the ranks that are known."""
+def places(stacks: Iterable[Stack], lively: frozenset[int] = frozenset()) -> dict[int, Place]:
+    """Where the main thread of each rank stands, for the ranks that are known. lively: ranks that moved a moment ago,
+    so that nothing that a stack shows them in keeps them.
+    """
     mine: dict[int, list[Stack]] = {}
     for stack in stacks:
         if stack.rank is not None and stack.frames:
             mine.setdefault(stack.rank, []).append(stack)
-    return {rank: _place(rank, _main(each)) for rank, each in sorted(mine.items())}
+    found = {}
+    for rank, each in sorted(mine.items()):
+        main = _main(each)
+        place = _place(rank, main)
+        if rank in lively or (main.awake and place.at is At.OUTSIDE):
+            place = replace(place, at=At.RUNNING)
+        found[rank] = place
+    return found
 
 
 def _main(stacks: Sequence[Stack]) -> Stack:
@@ -114,15 +132,18 @@ def _place(rank: int, stack: Stack) -> Place:
     own = [frame for frame in frames if not LIBRARY.search(frame.file)]
     site = own[0] if own else frames[0]
     inner = frames[: frames.index(site)] if own else frames
+    waits_in_it = bool(inner) and bool(WAITERS.search(inner[0].file))
     for frame in inner:
         name = frame.function
         if STORE.search(name):
             return Place(rank, At.STORE, name, site)
         if DEVICE.search(name) or (DEVICE_FILES.search(frame.file) and re.search(r"synchronize|wait", name)):
             return Place(rank, At.DEVICE, name, site)
-        if WORK.search(name) or (COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
+        if WORK.search(name) or (waits_in_it and COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
             return Place(rank, At.COLLECTIVE, name, site)
     waits = _kernel(stack)
+    if inner and INTERNAL_FILES.search(inner[0].file):
+        return Place(rank, At.COLLECTIVE, inner[0].function or str(inner[0]), site)
     if inner and inner[0].file != KERNEL:
         return Place(rank, At.OUTSIDE, waits or inner[0].function or str(inner[0]), site)
     line = source_line(site)

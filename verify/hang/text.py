@@ -89,7 +89,8 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
     ring = {graph.nodes[node]["rank"] for node in diagnosis.core if node[0] != "op"} if graph is not None else set()
     # Where the odd ones of a ring are known, the others in it are not marked.
     marked = set(diagnosis.verdict.ranks)
-    marked |= ring if diagnosis.verdict.cls is Class.CYCLE and not marked else set()
+    if diagnosis.verdict.cls is Class.CYCLE and not marked and diagnosis.verdict.certainty is not Certainty.UNDECIDED:
+        marked = ring
     # Blamed ranks apart from others that stand alike, and first.
     parted = [
         (row, part)
@@ -143,7 +144,8 @@ def _place(meeting: Meeting) -> tuple[float, object]:
 def _heading(meeting: Meeting) -> tuple[str, str]:
     (kind, name, members), number = meeting.key
     if kind == "pair":
-        return f"{members[0]} -> {members[1]}", f"transfer {number + 1}"
+        tag = name.partition(" tag ")[2]
+        return f"{members[0]} -> {members[1]}", f"transfer {number + 1}" + (f" tag {tag}" if tag else "")
     calls = [call for _, (_, call) in sorted(meeting.arrived.items(), key=itemgetter(0)) if call.operation]
     return f"{calls[0].name if calls else 'call'} {number + 1}", name or "{" + ",".join(map(str, members)) + "}"
 

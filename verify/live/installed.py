@@ -14,6 +14,7 @@ a living rank is missing is told only when every rank of the job stands.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from verify.live.idle import Idle
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kernel.record import Recording
     from kernel.record.foreign import Call
     from verify.readers.found import Found
-    from verify.readers.installed_ring import Item
+    from verify.readers.installed_call import Item
 
 PATIENCE_S: Final = 5.0
 """How long a process has to be idle, and another thread silent, before it counts as one that does not go on."""
@@ -102,6 +103,8 @@ def of_live(rings: Mapping[int, LiveInstalled], source: str) -> tuple[Found, fro
     idle = frozenset(rank for rank, ring in rings.items() if ring.idle.proven)
     stand = all(ring.ended or ring.waiting or rank in idle for rank, ring in rings.items())
     whole = not found.expected - found.present
+    # What their processes show is that they will not come.
+    found = replace(found, idle=found.idle - idle)
     return found, gave_up, idle if idle and stand and whole else None
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernel.errors import UsageError
+from verify import words
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
@@ -74,6 +75,7 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
 def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
     """The dumps in the order of their ranks; of several of one rank, the one that saw the latest call."""
     ways = []
+    unknown: list[str] = []
     same: dict[tuple[int, ...], frozenset[int]] = {}
     for dump in dumps:
         own = [same.get(each) or same.setdefault(each, frozenset(each)) for each in dump.groups.values() if each]
@@ -84,9 +86,15 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         named = [*numbers[-1:], *marked, *reversed(numbers)]
         if dump.rank is not None:
             named = [dump.rank]
-        if possible:
-            named = [each for each in named if each in possible] or (sorted(possible) if len(possible) == 1 else [])
-        ways.append(named)
+        if possible and not possible & set(named):
+            if len(possible) > 1 and named:
+                what = f"{dump.path}: its name says rank {named[0]}, the groups in it have {words.ranks(possible)} only"
+                raise UsageError(f"{what}: name it after its own rank, or leave it out")
+            if named:
+                told = f"its name says rank {named[0]}, its groups {words.ranks(possible)}, which is believed"
+                unknown.append(f"{dump.path.name}: {told}")
+            named = sorted(possible) if len(possible) == 1 else []
+        ways.append([each for each in named if not possible or each in possible])
     found: dict[int, list[Dump]] = defaultdict(list)
     for dump, named in zip(dumps, ways, strict=True):
         if not named:
@@ -95,7 +103,6 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         # A copy of a dump tells the same once.
         if not any(dump.mark == other.mark for other in mine):
             mine.append(dump)
-    unknown: list[str] = []
     newest: dict[int, Dump] = {}
     for rank, mine in sorted(found.items()):
         *others, newest[rank] = sorted(mine, key=_age)

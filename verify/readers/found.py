@@ -24,13 +24,17 @@ ENDED = "one of its threads is gone: "
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where a host thread stood. frames: innermost first. holds_gil: as the tool said, None where it did not."""
+    """Where a host thread stood. frames: innermost first. holds_gil: as the tool said, None where it did not.
+
+    awake: it ran between two looks, so that it is not blocked where it was seen.
+    """
 
     rank: int | None
     thread: str
     frames: tuple[Site, ...]
     pid: int | None = None
     holds_gil: bool | None = None
+    awake: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,9 @@ class Found:
     moved_ns: when anything last moved, where known, on the clock of the source. unsure: rank and name of a group in
     which it may have made calls that this evidence lost. whole: ranks of which everything that can wait is here, graph
     replays and host waits too. doubt: why nothing that is wrong in this would not mean that nothing is; "" if it would.
-    lively: ranks that moved a moment ago, and may move again. remarks: of a rank, what helps whoever has to look at it.
+    lively: ranks that moved a moment ago, and may move again. idle: ranks that have not left and of which the evidence
+    shows no wait: they may be on their way to a call. orphaned: all ranks gave up since their launcher was gone.
+    remarks: of a rank, what helps whoever has to look at it.
     """
 
     source: str
@@ -56,6 +62,8 @@ class Found:
     whole: frozenset[int] = frozenset()
     doubt: str = ""
     lively: frozenset[int] = frozenset()
+    idle: frozenset[int] = frozenset()
+    orphaned: bool = False
     remarks: tuple[tuple[int, str], ...] = ()
 
 

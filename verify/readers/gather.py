@@ -206,6 +206,8 @@ def merge(found: Sequence[Found]) -> Found:
         unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
         whole=frozenset[int]().union(*(each.whole for each in found)),
         lively=frozenset[int]().union(*(each.lively for each in found)),
+        idle=frozenset[int]().union(*(each.idle for each in found)),
+        orphaned=any(each.orphaned for each in found),
         remarks=tuple(remark for each in found for remark in each.remarks),
         doubt=next((each.doubt for each in found if each.doubt), ""),
     )

@@ -7,17 +7,20 @@ A call becomes a collective, send or recv with all of its arguments; calls of a 
     a device, asynchronous          the communicator's own queue, and later the stream that was told to wait for it
 
 What a thread waits in comes last: a call, its device, a key of a store. A rank that moved within `patience_s` may be
-about to do something: if it waits for nothing, it is not known what it does.
+about to do something: if it waits for nothing, it is not known what it does. One that moved long ago and shows no wait
+may compute or be blocked in code of its own: it is `idle`, and what it has not called it may yet call.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kernel.record.foreign import HOST_MEDIA, PROGRAM
+from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.found import ENDED, Found, waits_for_nothing
@@ -28,13 +31,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kernel.record import Recording
-    from verify.readers.installed_ring import Item
+    from verify.readers.installed_call import Item
 
 CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "not connected",
                        "remote peer", "socket closed", "connectioneseterror")  # fmt: skip
 """What an exception of a call says, in small letters, that tells of another rank's absence."""
 SILENT_S: Final = 3.0
 """Without Python for so long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
+START_S: Final = 60.0
+"""A rank that has recorded nothing yet may load its data for so long before it joins the others."""
 
 
 def is_installed(recording: Recording) -> bool:
@@ -89,6 +94,7 @@ def of_rings(
     unknown: list[str] = []
     lively: set[int] = set()
     gave_up: set[int] = set()
+    idle: set[int] = set()
     for rank, each in ranks.items():
         consequence = False
         for thread, raised in each.ring.raised.items():
@@ -114,16 +120,19 @@ def of_rings(
             if each.left is not None and not consequence:
                 last = [*(event for event in last if event.thread), each.left]
             elif not any(not event.thread for event in last):
-                idle = _idle(each, patience_s)
-                if idle is None and last and all(event.thread for event in mine):
-                    idle = waits_for_nothing(rank)
-                last += [] if idle is None else [idle]
-            if each.age_s is not None and each.age_s < patience_s:
+                one = _idle(each, patience_s)
+                if one is None and last and all(event.thread for event in mine):
+                    one = waits_for_nothing(rank)
+                last += [] if one is None else [one]
+                idle |= {rank} if one is None else set()
+            if any(event.operation == NOTHING for event in last):
+                idle.add(rank)
+            if each.age_s is not None and each.age_s < _patience(each, patience_s):
                 # Whatever waits for nothing may be about to make a call.
                 last = [replace(event, state=State.STARTED) if event.operation == NOTHING else event for event in last]
-            if each.age_s is not None and each.age_s < patience_s:
                 lively.add(rank)
-                told = f"{source}: rank {rank}: moved {each.age_s:.1f} s ago"
+                did = "moved" if each.ring.newest is not None else "began"
+                told = f"{source}: rank {rank}: {did} {each.age_s:.1f} s ago"
                 unknown.append(f"{told}: look again before believing that it is stuck")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]
@@ -142,15 +151,22 @@ def of_rings(
         unsure=_unsure(rings),
         whole=frozenset(rank for rank, ring in rings.items() if ring.whole),
         lively=frozenset(lively),
+        idle=frozenset(idle),
         remarks=tuple(remarks),
     )
     return found, frozenset(gave_up)
 
 
 def _age(ring: Ring, runs: bool | None) -> float | None:
-    if ring.newest is None or ring.recording.closed_ns is not None or not runs:
+    if ring.recording.closed_ns is not None or not runs:
         return None
-    return max(0.0, (time.monotonic_ns() - ring.newest.time_ns) / 1e9)
+    # A ring without an event was made when its clocks were read.
+    moved = ring.newest.time_ns if ring.newest is not None else ring.recording.monotonic_ns
+    return max(0.0, (time.monotonic_ns() - moved) / 1e9)
+
+
+def _patience(rank: _Rank, patience_s: float) -> float:
+    return patience_s if rank.ring.newest is not None else max(patience_s, START_S)
 
 
 def _leave(rank: _Rank) -> None:
@@ -159,13 +175,36 @@ def _leave(rank: _Rank) -> None:
     number = recording.rank
     if (raised := ring.raised.get(0)) is not None:
         rank.left = Event(number, What.EXIT, raised.text, site=ring.site(raised.site), state=State.COMPLETED)
+    elif recording.closed_ns is not None and (leaves := ring.leaves) is not None:
+        what = f"SystemExit: {leaves.text.removeprefix(LEAVES)}"
+        rank.left = Event(number, What.EXIT, what, site=ring.site(leaves.site), state=State.COMPLETED)
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
         if (site := ring.last_site()) is not None:
             rank.remarks.append(f"its last call was at {site}")
     elif rank.runs is False:
+        # Whoever returns or raises closes the record.
         rank.unknown.append(f"its process {recording.pid} is gone and has not said why")
-        rank.left = Event(number, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+        how = _ending(recording) or "being killed, or by os._exit: its record was not closed"
+        rank.left = Event(number, What.EXIT, how, state=State.COMPLETED, confidence=Confidence.INFERRED)
+
+
+def _ending(recording: Recording) -> str:
+    """How a process ended that its parent has not asked about yet; "" where nobody can say."""
+    if alive(recording) is not False:  # of another host, whose numbers are not ours
+        return ""
+    try:
+        fields = Path(f"/proc/{recording.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        state, began, status = fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK"), int(fields[49])
+    except (OSError, IndexError, ValueError):
+        return ""
+    # Another process may have its number by now.
+    if state != "Z" or began > recording.monotonic_ns / 1e9 + 1.0 or not status:
+        return ""
+    if number := status & 0x7F:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"being killed by {name}" + (" (by hand, or by the OOM killer)" if name == "SIGKILL" else "")
+    return f"os._exit with exit code {status >> 8}"
 
 
 def _consequence(rank: int, item: Item, ranks: Mapping[int, _Rank]) -> bool:
@@ -196,12 +235,13 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
             told = f"no Python has run in its process for {silent:.0f} s"
             rank.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")
-        if rank.age_s < patience_s:
+        if rank.age_s < _patience(rank, patience_s):
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
+        rank.remarks.append(f"its main thread {'runs' if state == 'R' else 'is asleep'} (pid {recording.pid})")
     open_ = [item for item in ring.items if not item.done and item.thread == 0]
     if open_ and all(item.medium in HOST_MEDIA for item in open_):
-        # A wait for one of them would be in the record.
-        return _outside(number, "code of its own, while calls are open", ring.last_site())
+        # A wait for one of them would be in the record: it does something else.
+        return waits_for_nothing(number)
     return None
 
 

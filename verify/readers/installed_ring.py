@@ -12,15 +12,17 @@ from kernel.record.foreign import (
     BROKEN,
     EDGES,
     HOST_MEDIA,
+    LEAVES,
     Call,
     call_of,
     captured_of,
     groups_of,
     threads_of,
 )
-from verify.events import Communicator, Confidence, Event, Site, State, pair_stream
+from verify.events import ANYBODY, Communicator, Confidence, Event, Site, State, pair_stream
 from verify.events import Kind as What
 from verify.readers.found import waits_for_nothing
+from verify.readers.installed_call import UNCOUNTED, Item
 
 if TYPE_CHECKING:
     from kernel.record import Event as Entry
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 KEEP: Final = 20_000
 """Finished calls of a rank that are kept, the newest ones; unfinished ones always are."""
-ANYBODY: Final = "? anybody"
 FOREIGN: Final = "Dummy-"
 """How Python calls threads that it has not started."""
 STORE: Final = "store: "
@@ -41,52 +42,7 @@ DTYPES: Final = {
 }  # fmt: skip
 """As Flight Recorder names them."""
 DECIDED: Final = "it decided last: "
-UNCOUNTED: Final = frozenset({"dispatch", "combine", "low-latency dispatch", "low-latency combine"})
-"""Operations whose members bring as much as they have."""
 _SITE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}) (?P<function>.*)", re.DOTALL)
-
-
-@dataclass(eq=False)
-class Item:
-    """A call. number: of its event. place: of a call in a graph launch. key: what it is counted on, and its count."""
-
-    number: int
-    thread: int
-    call: Call
-    group: Group
-    sequence: int
-    sizes: tuple[tuple[int, ...], ...] | None
-    outputs: tuple[tuple[int, ...], ...] | None
-    stream: str
-    site: str
-    time_ns: int = 0
-    place: int = 0
-    also: tuple[str, ...] = ()
-    done: bool = False
-    failed: str = ""
-    source: int = -1
-    together: int | None = None
-
-    @property
-    def medium(self) -> str:
-        """Its backend."""
-        return self.call.medium
-
-    @property
-    def own(self) -> str:
-        """A queue that it has for itself, to be waited for."""
-        return f"call {self.number}.{self.place}"
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Calls with the same key meet, on ranks that are members."""
-        return (self.group.name, self.group.ranks, self.call.peer is None, self.sequence)
-
-    @property
-    def arguments(self) -> tuple[object, ...]:
-        """What members must agree in."""
-        even = self.call.op not in ("all_to_all", "gather", "scatter", *UNCOUNTED) and self.call.peer is None
-        return (self.call.op, self.call.dtype, self.call.root, self.call.reduce, self.sizes if even else None)
 
 
 @dataclass(eq=False)
@@ -109,6 +65,8 @@ class Ring:
         size = recording.meta.get("size")
         self.everybody = set(range(size)) if isinstance(size, int) and 0 < size <= 1 << 20 else {self.rank}
         self.newest: Entry | None = None
+        self.leaves: Entry | None = None
+        """The exit code or message by which the main thread leaves, unless it went on after that."""
         self.moved: dict[int, int] = {}
         """Thread -> time of its newest event."""
         self._strings = 0
@@ -169,6 +127,8 @@ class Ring:
         thread = entry.epoch
         if entry.site:
             self._last_sites[thread] = entry.site
+        if thread == 0 and entry.kind in (Kind.DECISION, Kind.CALL, Kind.REPLAY):
+            self.leaves = entry if entry.kind is Kind.DECISION and entry.text.startswith(LEAVES) else None
         match entry.kind:
             case Kind.INPUTS | Kind.OUTPUTS | Kind.BASES:
                 part = self._parts.setdefault((entry.kind, _group(entry), entry.seq), [])
@@ -206,7 +166,7 @@ class Ring:
                     open_.pop()
             case Kind.EXCEPTION:
                 self.raised[thread] = entry
-            case Kind.DECISION:
+            case Kind.DECISION if not entry.text.startswith(LEAVES):
                 self._decision = f"{DECIDED}{entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
             case Kind.MARK:
                 self._edges |= entry.text == EDGES

@@ -20,16 +20,18 @@ from __future__ import annotations
 import platform
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 from kernel.record import HOST, Kind, Recording, read, read_run
 from kernel.record.foreign import PROGRAM
-from kernel.record.layout import MAGIC
+from kernel.record.layout import MAGIC, ORPHANED
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import Found
+from verify.readers.jobs import of_one_job, refuse_two
 from verify.runs import has_rings
 
 if TYPE_CHECKING:
@@ -65,24 +67,38 @@ class RecordReader:
     def read(self, path: Path) -> Found:
         """All rings of a run, or one ring. Raises UsageError for an unusable one."""
         if path.is_dir():
-            return of_recordings(read_run(path), path.name, self.patience_s)
+            mine, stale = of_one_job(read_run(path), alive)
+            return _beside(of_recordings(mine, path.name, self.patience_s), path, stale)
         recording = read(path)
         return of_recordings({recording.rank: recording}, path.name, self.patience_s)
 
     def read_all(self, paths: Sequence[Path]) -> Found:
-        """The records of one run, of one host or of several. Raises UsageError where two of them are of one rank."""
+        """The records of one run, of one host or of several. Raises UsageError where two of them are of one rank, or of
+        two jobs.
+        """
+        stale: list[tuple[Path, list[str]]] = []
         known: dict[int, Path] = {}
         recordings: dict[int, Recording] = {}
         for path in paths:
-            mine = read_run(path) if path.is_dir() else {(one := read(path)).rank: one}
+            mine, lines = of_one_job(read_run(path) if path.is_dir() else {(one := read(path)).rank: one}, alive)
+            stale.append((path, lines))
             for rank, recording in mine.items():
                 if rank in known:
                     raise UsageError(f"{known[rank]} and {path} both hold rank {rank}: name the record of one run")
                 known[rank], recordings[rank] = path, recording
-        return of_recordings(recordings, ", ".join(path.name for path in paths), self.patience_s)
+        refuse_two((known[rank], recording) for rank, recording in recordings.items())
+        found = of_recordings(recordings, ", ".join(path.name for path in paths), self.patience_s)
+        for path, lines in stale:
+            found = _beside(found, path, lines)
+        return found
 
 
 READER = RecordReader()
+
+
+def _beside(found: Found, path: Path, lines: Sequence[str]) -> Found:
+    """With a line for each ring that lay beside those of the job."""
+    return replace(found, unknown=(*found.unknown, *(f"{path.name}: {line}" for line in lines)))
 
 
 def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: float = 5.0) -> Found:
@@ -131,6 +147,7 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
         unsure=frozenset(each for ring in rings.values() for each in ring.unsure),
+        orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
     )
 
 
@@ -341,6 +358,12 @@ class Ring:
         if IDLE in self.waits and not waits:
             self.unknown.append("waits for something to do")
         return [self._wait(waits[-1], calls)] if waits else []
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it gave up since its launcher was gone."""
+        text = "" if self.raised is None else self.raised.text
+        return text.startswith(CONSEQUENCE) and text.endswith(ORPHANED)
 
     def _gone(self, calls: dict[tuple[str, int], Event]) -> Event | None:
         raised, recording = self.raised, self.recording

@@ -9,7 +9,7 @@ from verify.top.frame import Row
 
 if TYPE_CHECKING:
     from verify.live.installed import LiveInstalled
-    from verify.readers.installed_ring import Item
+    from verify.readers.installed_call import Item
 
 SHOWN: Final = 3
 """Other open calls that are named."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kernel.record import Event as Entry
     from kernel.record import Recording
-    from verify.readers.installed_ring import Item
+    from verify.readers.installed_call import Item
 
 HOST: Final = 1
 """The thread of the trace for the main thread's waits; each further thread of the program has `SPARE` numbers too."""

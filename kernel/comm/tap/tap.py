@@ -24,12 +24,13 @@ from kernel.comm.tap.patches import Patches
 from kernel.comm.tap.watch import Watch
 from kernel.errors import UsageError
 from kernel.record.foreign import PROGRAM
-from kernel.record.layout import Kind
+from kernel.record.layout import MAX_CAPACITY, Kind
 from kernel.record.writer import Recorder, ring_path
 
 RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 SIZES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 STRINGS: Final = 4 << 20
+MOST_RANKS: Final = 1 << 20
 
 _lock = threading.RLock()
 _current: list[Tap] = []
@@ -162,6 +163,10 @@ def install(directory: str | os.PathLike[str], rank: int | None = None, capacity
         if _current:
             return _current[0]
         tap = Tap(directory, rank, capacity)
+        if why := _unfit(rank, capacity):
+            print(f"turnstile: nothing is recorded: {why}", file=sys.stderr, flush=True)
+            tap.uninstall()
+            return tap
         try:
             tap.start()
         except Exception as error:
@@ -171,6 +176,15 @@ def install(directory: str | os.PathLike[str], rank: int | None = None, capacity
             return tap
         _current.append(tap)
         return tap
+
+
+def _unfit(rank: object, capacity: object) -> str:
+    """What is wrong with the arguments of `install`, and what to do; "" for nothing."""
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < MOST_RANKS):
+        return f"rank {rank!r} is no rank: give record.install a whole number from 0 on, as int(os.environ['RANK'])"
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or not 1 <= capacity <= MAX_CAPACITY:
+        return f"capacity {capacity!r}: give record.install a whole number of events in 1..{MAX_CAPACITY}"
+    return ""
 
 
 def uninstall() -> None:

@@ -11,11 +11,12 @@ import sys
 import threading
 import traceback
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 
 from kernel.comm.tap.notes import OURS, TORCH, Note, exception_text
+from kernel.record.foreign import LEAVES
 from kernel.record.layout import Kind
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Watch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._hooks: tuple[Any, Any, Any, Any] | None = None
+        self._exits: tuple[Any, Any] | None = None
 
     # -- what is watched ------------------------------------------------------------------------------------------
 
@@ -92,6 +94,10 @@ class Watch:
         mine = self._uncaught, self._uncaught_in_thread
         self._hooks = (sys.excepthook, threading.excepthook, *mine)
         sys.excepthook, threading.excepthook = mine
+        # SystemExit comes to no hook.
+        leaves = self._exit
+        self._exits = (sys.exit, leaves)
+        sys.exit = leaves
 
     def stop(self) -> None:
         """End the thread. Idempotent."""
@@ -105,6 +111,10 @@ class Watch:
                 sys.excepthook = before
             if threading.excepthook is mine_in_threads:
                 threading.excepthook = before_in_threads
+        if self._exits is not None:
+            original, own = self._exits
+            if sys.exit is own:
+                sys.exit = original
         self._kept.clear()
         self._marks.clear()
 
@@ -161,6 +171,14 @@ class Watch:
         if not self._end.is_set() and not issubclass(kind, KeyboardInterrupt):
             self.exception(error, trace)
         before(kind, error, trace)
+
+    def _exit(self, status: Any = None, /) -> NoReturn:
+        if status not in (None, 0) and not self._end.is_set() and threading.current_thread() is threading.main_thread():
+            try:
+                self.notes.say(Kind.DECISION, f"{LEAVES}{' '.join(str(status).split())[:300]}")
+            except Exception as failure:
+                self.notes.broken("an exit", failure)
+        raise SystemExit(status)
 
     def _uncaught_in_thread(self, args: Any) -> None:
         before = self._hooks[1] if self._hooks is not None else threading.__excepthook__

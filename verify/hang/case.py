@@ -1,0 +1,80 @@
+"""What is known about one stuck job, and what has been made of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from verify.blame import judge
+from verify.evidence import situation_of
+from verify.hang.stacks import places, recorded, standings
+from verify.waitgraph import stuck, wait_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import networkx as nx
+
+    from verify.blame import Verdict
+    from verify.events import Event
+    from verify.hang.stacks import Place
+    from verify.matching import Situation
+    from verify.readers.found import Found
+
+
+@dataclass(frozen=True)
+class Case:
+    """found: the evidence. quiet: the job has not moved for longer than any operation takes.
+
+    everybody: all ranks, sorted. where: the places of main threads. known: ranks whose own record says what they wait
+    in, whatever their stack shows. situation, graph, core: where everybody stands, who waits for whom, and the nodes
+    that wait for each other. verdict: the one finding.
+    """
+
+    found: Found
+    quiet: bool
+    everybody: tuple[int, ...]
+    where: dict[int, Place]
+    known: frozenset[int]
+    situation: Situation
+    graph: nx.DiGraph[Any]
+    core: frozenset[Any]
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, found: Found, quiet: bool) -> Case:
+        """As the wait-for graph alone judges."""
+        where = places(found.stacks, found.lively)
+        everybody = tuple(sorted({*found.expected, *found.present, *where}))
+        known, where = recorded(found, where)
+        told = standings(found.events, {rank: place for rank, place in where.items() if rank not in known})
+        situation = situation_of([*found.events, *told], everybody, quiet, found.present, found.unsure)
+        graph = wait_graph(situation)
+        core = core_of(graph)
+        verdict = judge(situation, graph, set(core))
+        return cls(found, quiet, everybody, where, known, situation, graph, core, verdict)
+
+    def with_(self, events: Iterable[Event]) -> Case:
+        """The same with these events after those of the evidence; the verdict is the old one."""
+        found = self.found
+        return self.in_(situation_of([*found.events, *events], self.everybody, self.quiet, found.present, found.unsure))
+
+    def in_(self, situation: Situation) -> Case:
+        """The same in another situation; the verdict is the old one."""
+        graph = wait_graph(situation)
+        return replace(self, situation=situation, graph=graph, core=core_of(graph))
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks of which there is neither a record nor a stack."""
+        return sorted(set(self.everybody) - self.found.present - set(self.where))
+
+    @property
+    def open_ranks(self) -> list[int]:
+        """Ranks with calls that are not over."""
+        return sorted({launch.rank for mine in self.situation.launches.values() for launch in mine if not launch.done})
+
+
+def core_of(graph: nx.DiGraph[Any]) -> frozenset[Any]:
+    """The nodes that stay stuck even if every root were free."""
+    return frozenset(stuck(graph, free=[node for node in graph if not graph.out_degree(node)]))

@@ -1,0 +1,255 @@
+"""How sure a finding is, as far as the evidence goes: one rule each, by the class it is about, in the order of blame.
+
+A doubt gives the verdict that is left of the one it is asked about, or None where it has nothing against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from verify import words
+from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.stacks import At
+from verify.matching import NOBODY_KNOWS, Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from verify.hang.case import Case
+    from verify.matching import Host
+
+    Doubt = Callable[[Case], Verdict | None]
+
+
+def weighed(case: Case) -> Verdict:
+    """The verdict with the certainty that the evidence allows."""
+    verdict = case.verdict
+    undecided = verdict.certainty is Certainty.UNDECIDED
+    # Of a missing member, the reason why it is undecided; of nothing wrong, whether that can be said.
+    if (verdict.cls is Class.MISSING and not undecided) or (verdict.cls is Class.NONE and undecided):
+        doubts: tuple[Doubt, ...] = ()
+    else:
+        doubts = DOUBTS.get(verdict.cls, ())
+    verdict = next((left for doubt in doubts if (left := doubt(case)) is not None), verdict)
+    for condition in CONDITIONS:
+        verdict = condition(replace(case, verdict=verdict)) or verdict
+    # What is not decided blames nobody.
+    return replace(verdict, ranks=()) if verdict.certainty is Certainty.UNDECIDED else verdict
+
+
+# -- a member that never arrived, and of which nothing is known ------------------------------------------------------
+
+
+def its_call_may_be_lost(case: Case) -> Verdict | None:
+    """A ring or dump that has lost the calls of a group."""
+    lost = sorted(node[1] for node in case.graph if node[0] == "host" and node[2] == NOBODY_KNOWS)
+    why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
+    return _undecided(case.verdict, why) if lost else None
+
+
+def its_dump_is_absent(case: Case) -> Verdict | None:
+    """It may have made the call."""
+    return _undecided(case.verdict, f"no dump from {words.ranks(case.absent)}") if case.absent else None
+
+
+def it_may_yet_come(case: Case) -> Verdict | None:
+    """A rank that moved a moment ago."""
+    early = {host.rank for host in _hosts(case, Standing.UNKNOWN)} & case.found.lively
+    return _undecided(case.verdict, f"{words.ranks(early)} moved a moment ago and may yet come") if early else None
+
+
+# -- a device that stalls, or everybody in one call ------------------------------------------------------------------
+
+
+def it_may_go_on(case: Case) -> Verdict | None:
+    """A call that is open takes its time."""
+    lively = case.found.lively
+    why = f"{words.ranks(lively)} moved a moment ago, so that nothing may be stuck"
+    return _undecided(case.verdict, why) if lively else None
+
+
+def not_every_wait_is_recorded(case: Case) -> Verdict | None:
+    """Calls that all members are in may wait for something that the evidence does not show."""
+    verdict, ranks = case.verdict, set(case.open_ranks)
+    if ranks and ranks <= case.found.whole:
+        return None
+    blind = "".join(f": {line}" for line in case.found.unknown if "graph replays" in line)
+    alike = verdict.say.partition(": not a fault")[0]
+    say = f"Undecided: {alike[0].lower()}{alike[1:]}, so that what keeps them is not in this evidence{blind}."
+    return replace(verdict, certainty=Certainty.UNDECIDED, condition="not every wait is recorded", say=say)
+
+
+# -- nothing wrong: no all-clear where not everything was seen -------------------------------------------------------
+
+
+def a_dump_is_absent(case: Case) -> Verdict | None:
+    """Whoever left none may be what the others wait for."""
+    idle = words.ranks(case.found.present) if case.found.present else ""
+    why = f"no dump from {words.ranks(case.absent)}" + f", nothing open on {idle}" * bool(idle)
+    return case.verdict.undecided(why) if case.absent else None
+
+
+def a_wait_is_unknown(case: Case) -> Verdict | None:
+    """A rank waits for something, or may."""
+    waiting = _hosts(case, Standing.UNKNOWN)
+    if not waiting:
+        return None
+    who = words.ranks(host.rank for host in waiting)
+    return case.verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
+
+
+def a_rank_is_gone(case: Case) -> Verdict | None:
+    """It left by an exception or was killed, and no call waits for it."""
+    lost = _hosts(case, Standing.RAISED)
+    return _open(case, f"no call is open that waits for {words.standing(lost[0])}") if lost else None
+
+
+def a_stack_shows_no_wait(case: Case) -> Verdict | None:
+    """Ranks that left a stack and no record of calls."""
+    only = sorted(set(case.where) - case.found.present)
+    why = f"of {words.ranks(only)} there is a stack only, which does not show a wait"
+    return case.verdict.undecided(why) if only else None
+
+
+def the_evidence_is_doubtful(case: Case) -> Verdict | None:
+    """As its reader says, or since some have finished what a member has not made, by its own evidence."""
+    why = case.found.doubt or _ahead(case)
+    return case.verdict.undecided(why) if why else None
+
+
+def ranks_do_something_else(case: Case) -> Verdict | None:
+    """They live on without a wait: in code of their own, or in a collective that torch makes below the record."""
+    idle = case.found.idle
+    why = f"no call is open, and what {words.ranks(idle)} {'does' if len(idle) == 1 else 'do'} is not in the record"
+    return _open(case, why) if idle else None
+
+
+def no_call_is_in_it(case: Case) -> Verdict | None:
+    """Evidence of nothing."""
+    if any(event.calls for event in case.found.events):
+        return None
+    what = "no call, and stacks alone do not show that calls meet" if case.found.stacks else "no call and no stack"
+    return case.verdict.undecided(f"the evidence holds {what}")
+
+
+def calls_failed(case: Case) -> Verdict | None:
+    """Nobody waits, but not everything completed."""
+    say = f"No alarm: nobody waits for another rank. Not all calls completed: {_failed(case)}."
+    return replace(case.verdict, say=say) if _failed(case) else None
+
+
+DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
+    Class.MISSING: (its_call_may_be_lost, its_dump_is_absent, it_may_yet_come),
+    Class.DEVICE_STALL: (it_may_go_on,),
+    Class.BELOW: (it_may_go_on, not_every_wait_is_recorded),
+    Class.NONE: (
+        a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
+        ranks_do_something_else, no_call_is_in_it, calls_failed,
+    ),
+}  # fmt: skip
+"""The first that has something against the verdict counts."""
+
+
+# -- whether anybody needs what is wrong -----------------------------------------------------------------------------
+
+
+def nobody_waits(case: Case) -> Verdict | None:
+    """Blocked outside of calls, of which none is open: perhaps the job has nothing to do, or a rank is in a collective
+    that torch makes below the record.
+    """
+    verdict, graph = case.verdict, case.graph
+    if verdict.cls is not Class.OUTSIDE or verdict.certainty is not Certainty.CERTAIN:
+        return None
+    if any(node[0] == "host" and graph.in_degree(node) for node in graph):
+        return None
+    host = _hosts(case, Standing.OUTSIDE)[0]
+    what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
+    verb = "is" if len(verdict.ranks) == 1 else "are"
+    who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
+    inside = [p for rank, p in case.where.items() if p.at is At.COLLECTIVE and rank not in case.known]
+    if inside:
+        call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].site}, which the record does not show"
+        return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
+    none = "no call that is open lacks a member" if case.open_ranks else "no call is open"
+    return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")
+
+
+def nobody_needs_it(case: Case) -> Verdict | None:
+    """No thread waits for the calls that are open, as their records show.
+
+    Such a call is on threads or queues of its own, and keeps nobody before its host asks for it.
+    """
+    verdict, idle = case.verdict, case.open_ranks
+    missing = verdict.cls in (Class.MISSING, Class.OUTSIDE)
+    if not missing and verdict.cls not in (Class.BELOW, Class.DEVICE_STALL):
+        return None
+    if verdict.certainty is not Certainty.CERTAIN or not idle or not case.found.whole.issuperset(idle):
+        return None
+    if any(not missing or (node[0] == "host" and node[1] in verdict.ranks) for node in awaited(case.graph)):
+        return None
+    polls, has, its = ("polls", "it has", "its") if len(idle) == 1 else ("poll", "they have", "their")
+    mine = f"no thread of {words.ranks(idle)} waits for what {has} open"
+    if not missing:
+        return Verdict(Class.NONE).undecided(f"no call that is open lacks a member, and {mine}")
+    if moving := case.found.lively & {*idle, *verdict.ranks}:
+        return _undecided(verdict, f"{words.ranks(moving)} moved a moment ago, and {mine}")
+    return verdict.only_if(f"{words.ranks(idle)} {polls} for what {has} open, which none of {its} threads waits for")
+
+
+def it_may_be_late(case: Case) -> Verdict | None:
+    """A rank that is missing may be running: never and not yet look alike."""
+    verdict = case.verdict
+    if verdict.cls is not Class.MISSING or verdict.certainty is Certainty.UNDECIDED:
+        return None
+    loose = {host.rank for host in _hosts(case, Standing.ELSEWHERE)} & case.found.idle
+    late = loose & set(verdict.ranks)
+    if not late:
+        return None
+    condition = f"{words.ranks(late)} {'does' if len(late) == 1 else 'do'} not come after all"
+    if verdict.condition:
+        condition = f"{verdict.condition}, and {condition}"
+    return replace(verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE)
+
+
+CONDITIONS: Final[tuple[Doubt, ...]] = (nobody_waits, nobody_needs_it, it_may_be_late)
+"""Each is asked, in this order, about what the ones before it left."""
+
+
+# -- what they share -------------------------------------------------------------------------------------------------
+
+
+def _hosts(case: Case, standing: Standing) -> list[Host]:
+    return [host for host in case.situation.hosts if host.standing is standing]
+
+
+def _failed(case: Case) -> str:
+    """The newest call that raised an exception on some ranks, and which; "" where none did."""
+    broken = [meeting for meeting in case.situation.meetings.values() if meeting.failures()]
+    return f"of {words.operation(broken[-1])}, {words.failure(broken[-1])}" if broken else ""
+
+
+def _open(case: Case, why: str) -> Verdict:
+    """Undecided, though nobody waits; with what went wrong before, which may be the reason."""
+    return case.verdict.undecided(f"{why}; {failed}" if (failed := _failed(case)) else why)
+
+
+def _undecided(verdict: Verdict, why: str) -> Verdict:
+    known = f": {verdict.chain[0]}" if verdict.chain else ""
+    return replace(verdict, certainty=Certainty.UNDECIDED, condition=why, say=f"Undecided, because {why}{known}.")
+
+
+def _ahead(case: Case) -> str:
+    """A call that some have finished and that a member has not made, as far as its own evidence goes."""
+    found = case.found
+    for meeting in case.situation.meetings.values():
+        done = [seat[0] for seat, (launch, _) in meeting.arrived.items() if launch.done]
+        lacking = [seat[0] for seat in meeting.seats if seat not in meeting.arrived]
+        late = [r for r in lacking if r in found.present and (r, meeting.key[0].name) not in found.unsure]
+        if done and late and meeting.key[0].kind == "collective":
+            what = f"{words.ranks(done)} finished {words.operation(meeting)}"
+            if meeting.failures():
+                what = f"of {words.operation(meeting)}, {words.failure(meeting)}"
+                return f"{what}; {words.ranks(late)} did not call it or called it after the dump"
+            return f"{what}, which {words.ranks(late)} did not call or called after the dump"
+    return ""

@@ -1,0 +1,178 @@
+"""What is wrong though the wait-for graph of the record alone does not show it: one rule each, in the order of blame.
+
+A rule takes a case and gives it back with another verdict, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import networkx as nx
+
+from verify import words
+from verify.arguments import misfit
+from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, needing, shortest_cycle
+from verify.events import Confidence
+from verify.hang.alone import for_a_key, odd_one_out
+from verify.hang.stacks import At, for_anybody, standings
+from verify.matching import Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from verify.events import Event
+    from verify.hang.case import Case
+    from verify.hang.stacks import Place
+
+
+def sizes_that_cannot_fit(case: Case) -> Case | None:
+    """A mismatch that no comparison of members shows; but an exception or a rank that has left comes first."""
+    verdict = case.verdict
+    gone = {host.rank for host in case.situation.hosts if host.standing is Standing.EXITED}
+    if verdict.cls in (Class.EXCEPTION, Class.MISMATCH) or gone & set(verdict.ranks):
+        return None
+    worse = misfit(case.situation)
+    return None if worse is None else replace(case, verdict=worse)
+
+
+def what_stacks_show(case: Case) -> Case | None:
+    """Where the record tells of no wait for another rank, the stacks may: a ring, or a rank apart from all others."""
+    verdict = case.verdict
+    if verdict.cls not in (Class.NONE, Class.OUTSIDE) and verdict.certainty is not Certainty.UNDECIDED:
+        return None
+    if (ring := _ring(case)) is not None:
+        return ring
+    odd = odd_one_out(case.found, case.everybody)
+    return None if odd is None else replace(case, verdict=odd)
+
+
+def orders_on_one_device(case: Case) -> Case | None:
+    """The ring of calls that all members made in different orders, if the device runs one kernel at a time."""
+    open_ = [launch for mine in case.situation.launches.values() for launch in mine if not launch.done]
+    if case.verdict.cls is not Class.BELOW or not awaited(case.graph):
+        return None
+    if any(launch.event.confidence is Confidence.INFERRED for launch in open_):
+        return None
+    tight = case.in_(replace(case.situation, exclusive=True))
+    verdict = judge(tight.situation, tight.graph, set(tight.core))
+    if verdict.cls is not Class.CYCLE:
+        return None
+    return replace(tight, verdict=verdict.only_if("the device holds one communication kernel at a time"))
+
+
+def the_launcher_ended(case: Case) -> Case | None:
+    """All ranks gave up where they were, as their launcher was gone: no wait that it cut short is a fault."""
+    if not case.found.orphaned or case.verdict.cls in (Class.EXCEPTION, Class.MISMATCH, Class.CYCLE):
+        return None
+    who = words.ranks(case.found.present)
+    say = f"The launcher of this run ended without a word, as one that is killed does, and {who} gave up"
+    found = Verdict(Class.EXCEPTION, chain=(say,), say=f"{say}: nothing is wrong between them.", fix=words.LAUNCHER)
+    return replace(case, verdict=found)
+
+
+def any_sender_will_do(case: Case) -> Case | None:
+    """No single rank is to blame for what a recv takes from anybody, as long as another one may send."""
+    verdict, graph = case.verdict, case.graph
+    if verdict.cls not in (Class.EXCEPTION, Class.MISSING, Class.OUTSIDE) or not verdict.ranks:
+        return None
+    blamed = [node for node in graph if node[0] == "host" and node[1] in verdict.ranks and graph.in_degree(node)]
+    loose = [node for node in blamed if all(graph.nodes[op]["meeting"].from_anybody for op in needing(graph, node))]
+    if not loose:
+        return None
+    if firm := [graph.nodes[node]["host"] for node in blamed if node not in loose]:
+        return replace(case, verdict=absent(verdict.cls, firm, graph))
+    ops = [op for node in loose for op in needing(graph, node)]
+    waiter = next(host for op in ops for host in graph.predecessors(op) if graph.nodes[host]["mode"] == "or")
+    left = (Standing.RAISED, Standing.EXITED)
+    roots = [node for node in nx.descendants(graph, waiter) if node[0] == "host" and not graph.out_degree(node)]
+    able = sorted({node[1] for node in roots if graph.nodes[node]["host"].standing not in left})
+    if not able:
+        return None
+    meeting = next(graph.nodes[op]["meeting"] for op in graph.successors(waiter))
+    host = graph.nodes[waiter]["host"]
+    who = f"Rank {host.rank} waits in {words.operation(meeting)}{words.at(host.event)}"
+    say = f"{who}, and {words.nobody_of(words.senders(graph, waiter))} has sent"
+    condition = f"{words.ranks(able)} {'does' if len(able) == 1 else 'do'} not send, or have others send, after all"
+    found = Verdict(
+        Class.MISSING, Certainty.CONDITIONAL, chain=(say,), say=f"{say}.", fix=words.SENDER, condition=condition
+    )
+    return replace(case, verdict=found)
+
+
+FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
+    sizes_that_cannot_fit,
+    the_launcher_ended,
+    any_sender_will_do,
+    what_stacks_show,
+    orders_on_one_device,
+)
+"""Each is asked, in this order, about what the ones before it left."""
+
+
+def _ring(case: Case) -> Case | None:
+    """A ring through hosts of which only the stack tells that they wait for another rank, whichever that is.
+
+    A key of the store is set by one of the ranks; a device without a known operation waits for one of those that share
+    a group with it. If every one of these waits for the host in turn, it does not matter which it is.
+    """
+    found, where = case.found, case.where
+    open_ = {event.rank for event in found.events if event.calls and event.state != "completed"}
+    loose: dict[int, list[Event]] = {}
+    for rank, place in where.items():
+        if place.at is At.STORE:
+            loose[rank] = for_anybody(place, case.everybody)
+        elif rank in case.known:
+            continue
+        elif place.at in (At.DEVICE, At.COLLECTIVE) and rank not in open_ | found.whole:
+            loose[rank] = for_anybody(place, _companions(found.events, rank) or case.everybody)
+    loose = {rank: mine for rank, mine in loose.items() if mine}
+    if not loose:
+        return None
+    told = {*loose, *case.known}
+    others = standings(found.events, {rank: place for rank, place in where.items() if rank not in told})
+    events = [*others, *(event for mine in loose.values() for event in mine)]
+    tied_in = case.with_(events)
+    graph, core = tied_in.graph, tied_in.core
+    if not any(("host", rank, "") in core for rank in loose):
+        keyed = for_a_key(tied_in.situation, graph, {rank: where[rank] for rank in loose})
+        return None if keyed is None else replace(tied_in, verdict=keyed)
+    nodes = shortest_cycle(graph.subgraph(core))
+    actors = [node for node in nodes if node[0] != "op"]
+    ranks = tuple(sorted({graph.nodes[node]["rank"] for node in actors}))
+    tied = sorted(set(ranks) & set(loose))
+    if not tied or (set(ranks) == set(tied) and all(where[rank].at is not At.STORE for rank in tied)):
+        # Calls of which only stacks tell may be one and the same.
+        return None
+    first = min(range(len(actors)), key=lambda n: graph.nodes[actors[n]]["rank"])
+    turned = actors[first:] + actors[:first]
+    chain = tuple(
+        _link(graph, actor, turned[(n + 1) % len(turned)], nodes[nodes.index(actor) + 1], where)
+        for n, actor in enumerate(turned)
+    )
+    say = f"{words.ranks(ranks).capitalize()} wait in a ring: {'; '.join(chain)}."
+    verb = "waits" if len(tied) == 1 else "wait"
+    condition = f"what {words.ranks(tied)} {verb} for is up to another rank of the job"
+    cycle = Verdict(
+        Class.CYCLE, Certainty.CONDITIONAL, ranks=ranks, chain=chain, say=say, fix=words.FIXES["cycle"],
+        condition=condition,
+    )  # fmt: skip
+    return replace(tied_in, verdict=cycle)
+
+
+def _companions(events: Sequence[Event], rank: int) -> set[int]:
+    """Who shares a group with `rank`."""
+    members = {call.communicator.members for event in events for call in event.calls if call.communicator is not None}
+    return {other for each in members if rank in each for other in each} - {rank}
+
+
+def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[int, Place]) -> str:
+    rank, other = graph.nodes[actor]["rank"], graph.nodes[needs]["rank"]
+    meeting = graph.nodes[op]["meeting"]
+    place = where.get(rank)
+    if meeting.key[0].name == f"? {At.STORE}" and place is not None:
+        return f"rank {rank} waits at {place.site} for a key of the store, which rank {other} has not set"
+    if meeting.key[0].name.startswith("?") and place is not None:
+        what = "for its device" if place.at is At.DEVICE else f"in {place.what}"
+        return f"rank {rank} waits at {place.site} {what}, which needs rank {other}"
+    return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"
