@@ -27,6 +27,8 @@ class Journal:
     def __init__(self, recorder: Recorder | NullRecorder) -> None:
         self._enqueued: dict[_Key, int] = {}
         self._started: dict[_Key, int] = {}
+        self._running: set[Phase] = set()
+        self._abandoned: set[Phase] = set()
         self._exchanges = 0
         self._lines: dict[Call, str] = {}
         self._labels: dict[str, tuple[int, int, int, int]] = {}
@@ -126,7 +128,11 @@ class Journal:
             self._collective(Kind.ENQUEUE, key, call, sequence, size)
 
     def device(self, phase: Phase, label: str, what: str, time_ns: int = 0) -> None:
-        """The device starts or finishes a submission; `what` is "start" or "finish". time_ns: when, 0 for now."""
+        """The device starts or finishes a submission, or it fails; `what` says which. time_ns: when, 0 for now."""
+        if what == "fail":
+            self._abandoned.add(phase)
+        if phase in self._abandoned:
+            return
         known = self._labels.get(label) if what == "start" else self._labels.pop(label, None)
         if known is not None:
             round_, epoch, a, b = known
@@ -137,8 +143,19 @@ class Journal:
             self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, site, time_ns)
 
     def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
-        """The device starts or finishes a collective."""
-        key = (phase, call.role)
+        """The device starts or finishes a collective.
+
+        Nothing is written of a stream any more once work on it has failed, or it begins a collective without having
+        finished the one before: the rest of a forward was given up with it, so what follows is not the call that peers
+        count by its number.
+        """
+        key, stream = (phase, call.role), Phase.D if call.routed else phase
+        if not finished:
+            (self._abandoned if stream in self._running else self._running).add(stream)
+        if stream in self._abandoned:
+            return
+        if finished:
+            self._running.discard(stream)
         self.moved += finished and phase is Phase.P
         if not finished:
             self._started[key] = self._started.get(key, 0) + 1

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.journal import Journal
+from kernel.program import Call, Op, Site
 from kernel.record import Kind, Recorder, read
 from kernel.record.layout import USED_AT, WORD
 from kernel.request import Phase
 from kernel.sched.policy import Plan
+from kernel.topology import Role
 
 NUMBERS = st.integers(0, 2**40)
 LABELS = st.one_of(
@@ -46,6 +49,23 @@ def test_labels_read_as_they_were_written(label: str, own: bool, round_: int, ep
     for kind in (Kind.SUBMIT, Kind.WORK_START, Kind.WORK_FINISH, Kind.NO_WORK):
         assert events[kind].site == label
     assert events[Kind.HOST_WAIT_ENTER].text == label
+
+
+def test_what_a_stream_does_after_a_collective_was_given_up_is_not_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.ring"
+    writer = Journal(Recorder(path, rank=0, groups={"D.TP": (0, 1), "P.TP": (0, 1)}))
+    first, second = (Call(n, Site.GATHER, n, Op.ALL_REDUCE, Role.TP) for n in range(2))
+    other, routed = replace(first, index=5), replace(first, index=6, routed=True)
+    writer.collective(Phase.D, first, 8, False)
+    writer.collective(Phase.D, first, 8, True)
+    writer.collective(Phase.D, second, 8, False)  # given up: it never finishes
+    for phase, call in ((Phase.D, first), (Phase.P, routed), (Phase.P, other)):
+        writer.collective(phase, call, 8, False)
+        writer.collective(phase, call, 8, True)
+    writer.close()
+    seen = [(each.kind, each.stream, each.seq) for each in read(path).events]
+    own = [(Kind.START, "P", 1), (Kind.FINISH, "P", 1)]
+    assert seen == [(Kind.START, "D", 1), (Kind.FINISH, "D", 1), (Kind.START, "D", 2), *own]
 
 
 def test_a_long_run_does_not_fill_the_string_table(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ class Job(Protocol):
 
     label: str
 
-    def run(self, started: Callable[[], None]) -> None:
-        """Do it, on the stream's thread; `started` is called as the work proper begins. Raises nothing."""
+    def run(self, started: Callable[[], None]) -> bool:
+        """Do it, on the stream's thread; `started` is called as the work proper begins. Whether that went well."""
 
     def drop(self, error: BaseException) -> None:
         """Deliver `error` to whoever waits for it, instead of doing it; nothing once the work proper has begun."""
@@ -69,12 +69,12 @@ class Place:
             raise self._error
         return cast("T", self._value)
 
-    def run(self, started: Callable[[], None]) -> None:
+    def run(self, started: Callable[[], None]) -> bool:
         """D's side: wait for P and run what it brings; pass by when the place was dropped."""
         self._settled.acquire()
         with self._lock:
             if self._state is not _State.FILLED or self._work is None:
-                return
+                return True
             self._state = _State.RUNNING
         started()
         try:
@@ -83,6 +83,7 @@ class Place:
         except BaseException as error:
             self._error = error
         self._finished.release()
+        return self._error is None
 
     def drop(self, error: BaseException) -> None:
         """P cannot come, or D's thread ends: whoever waits on either side goes on."""

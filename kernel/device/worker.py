@@ -21,7 +21,7 @@ class Watch(Protocol):
     """Told what a stream does, on a thread of that stream. Raises nothing."""
 
     def __call__(self, phase: Phase, label: str, what: str, time_ns: int = ...) -> None:
-        """`what` is "start" or "finish"; time_ns: when, in monotonic nanoseconds, from a device asked later; 0: now."""
+        """`what`: "start", then "finish", or "fail" where it raised. time_ns: when, monotonic nanoseconds; 0: now."""
 
 
 class Completion(Generic[T]):
@@ -86,16 +86,17 @@ class _Work(Generic[T]):
         self.completion: Completion[T] = Completion()
         self._claim = threading.Lock()
 
-    def run(self, started: Callable[[], None]) -> None:
+    def run(self, started: Callable[[], None]) -> bool:
         if not self._claim.acquire(blocking=False):
-            return
+            return True
         started()
         try:
             value = self._work()
         except BaseException as error:
             self.completion.fail(error)
-        else:
-            self.completion.succeed(value)
+            return False
+        self.completion.succeed(value)
+        return True
 
     def drop(self, error: BaseException) -> None:
         if self._claim.acquire(blocking=False):
@@ -165,9 +166,9 @@ class WorkerStream:
             begun = True
             watch(self.phase, job.label, "start")
 
-        job.run(started)
+        well = job.run(started)
         if begun:
-            watch(self.phase, job.label, "finish")
+            watch(self.phase, job.label, "finish" if well else "fail")
 
 
 def _ignore() -> None:
