@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured, rank_jobs  # noqa: E402
-from kernel.topology import World  # noqa: E402
-from rollout.plots import COLOURS, STYLE  # noqa: E402
-from tests.ranks import Ranks  # noqa: E402
+from bench import measured, rank_jobs
+from kernel.topology import World
+from rollout.plots import COLOURS, STYLE
+from tests.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ def measure(members: int, sizes: Sequence[int], repeat: int, budget: int) -> lis
                 }  # fmt: skip
                 rows.append(row)
                 print(
-                    f"{members} ranks, {operation:14s} {size >> 10:6d} KiB: ours {row['shared_us']['median']:>9,.0f} us,"
+                    f"{members} ranks, {operation:14} {size >> 10:6} KiB: ours {row['shared_us']['median']:>9,.0f} us,"
                     f" gloo {row['gloo_us']['median']:>9,.0f} us, ratio {row['shared_over_gloo']['median']:.3f}",
                     flush=True,
                 )

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured  # noqa: E402
-from bench.batches import SHAPE, batch  # noqa: E402
-from bench.rounds import Round, alike, decode_only, rounds, traffic  # noqa: E402
-from bench.switch_policy import OFF, ON  # noqa: E402
-from kernel.record import read_run  # noqa: E402
-from kernel.topology import World  # noqa: E402
-from models.tiny import write_checkpoint  # noqa: E402
-from rollout.engine import Engine  # noqa: E402
+from bench import measured
+from bench.batches import SHAPE, batch
+from bench.rounds import Round, alike, decode_only, rounds, traffic
+from bench.switch_policy import OFF, ON
+from kernel.record import read_run
+from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.engine import Engine
 
 if TYPE_CHECKING:
     import argparse
@@ -102,7 +102,7 @@ async def policies(engine: Engine, folder: Path, asked: argparse.Namespace) -> d
 
 
 def stretches(all_rounds: Sequence[Round]) -> dict[str, list[list[Round]]]:
-    """The rounds of each stretch with and without its exchange, in order. A mark made in round k is about k's exchange."""
+    """The rounds of each stretch with and without its exchange, in order. A mark in round k is about k's exchange."""
     found: dict[str, list[list[Round]]] = {ON: [], OFF: []}
     current: list[Round] = []
     for one in all_rounds:
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="of a replica (default: 8)")
     parser.add_argument("--prompt", type=int, default=32, help="tokens (default: 32)")
     parser.add_argument("--tokens", type=int, default=300, help="of each request of a run (default: 300)")
-    parser.add_argument("--pairs", type=int, default=20, help="of stretches with and without the exchange (default: 20)")
+    parser.add_argument("--pairs", type=int, default=20, help="of stretches with and without it (default: 20)")
     parser.add_argument("--stretch", type=int, default=40, help="rounds of a stretch (default: 40)")
     asked = parser.parse_args()
     report = measured.surroundings()

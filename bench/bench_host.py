@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured  # noqa: E402
-from bench.batches import SHAPE, batch  # noqa: E402
-from kernel.record import Kind, read_run  # noqa: E402
-from kernel.topology import World  # noqa: E402
-from models.tiny import write_checkpoint  # noqa: E402
-from rollout.engine import Engine  # noqa: E402
+from bench import measured
+from bench.batches import SHAPE, batch
+from kernel.record import Kind, read_run
+from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.engine import Engine
 
 if TYPE_CHECKING:
     import argparse

@@ -1,9 +1,9 @@
 """Peak anonymous memory of each rank beside the bytes of its shards, into bench/results/memory.json.
 
 A random checkpoint of some hundred megabytes is written to a temporary folder and served by 1, 2 and 4 ranks: loaded,
-then asked for prompts and answers of some length. RssAnon of each rank is read from /proc every few milliseconds all the
-while: no mapped file, no shared memory, but everything that a rank keeps for itself, the KV pool too. The aim: at most
-1.2 times its shards and 600 MB.
+then asked for prompts and answers of some length. RssAnon of each rank is read from /proc every few milliseconds
+meanwhile: no mapped file, no shared memory, but everything that a rank keeps for itself, the KV pool too. The aim: at
+most 1.2 times its shards and 600 MB.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured  # noqa: E402
-from bench.batches import batch  # noqa: E402
-from kernel.topology import World  # noqa: E402
-from models import kv_bytes_per_token, read_config  # noqa: E402
-from models.tiny import write_checkpoint  # noqa: E402
-from rollout.device import DeviceOptions  # noqa: E402
-from rollout.engine import Engine  # noqa: E402
-from rollout.memory import weight_bytes  # noqa: E402
-from rollout.nursery import Nursery  # noqa: E402
+from bench import measured
+from bench.batches import batch
+from kernel.topology import World
+from models import kv_bytes_per_token, read_config
+from models.tiny import write_checkpoint
+from rollout.device import DeviceOptions
+from rollout.engine import Engine
+from rollout.memory import weight_bytes
+from rollout.nursery import Nursery
 
 if TYPE_CHECKING:
     import argparse

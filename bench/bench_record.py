@@ -8,7 +8,6 @@ what share of that time the events of a run take at their measured price (what t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -21,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured  # noqa: E402
-from bench.batches import SHAPE, batch  # noqa: E402
-from kernel.record import Kind, NullRecorder, Recorder, read, read_run, ring_path  # noqa: E402
-from kernel.request import Phase  # noqa: E402
-from kernel.topology import World  # noqa: E402
-from models.tiny import write_checkpoint  # noqa: E402
-from rollout.engine import Engine  # noqa: E402
-from rollout.launcher import Launcher  # noqa: E402
+from bench import measured
+from bench.batches import SHAPE, batch
+from kernel.record import Kind, NullRecorder, Recorder, read, read_run, ring_path
+from kernel.request import Phase
+from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.engine import Engine
+from rollout.launcher import Launcher
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 BATCH, BATCHES = 10_000, 60

@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured, rank_jobs  # noqa: E402
-from kernel.topology import World  # noqa: E402
-from tests.ranks import Ranks  # noqa: E402
+from bench import measured, rank_jobs
+from kernel.topology import World
+from tests.ranks import Ranks
 
 AIMS = {2: 1 / 3, 4: 0.1, 8: 0.1}
 """Ranks -> the most that our median may be of gloo's."""

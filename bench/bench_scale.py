@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured  # noqa: E402
-from rollout import trace  # noqa: E402
-from rollout.args import COMPARED  # noqa: E402
-from rollout.plots import COLOURS, STYLE  # noqa: E402
-from rollout.replay import Row, read_rows  # noqa: E402
+from bench import measured
+from rollout import trace
+from rollout.args import COMPARED
+from rollout.plots import COLOURS, STYLE
+from rollout.replay import Row, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -95,7 +95,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 colour = COLOURS[COMPARED.index(name) if name in COMPARED else len(COMPARED)]
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=name)
             axes.set_xlabel({"conversations": "conversations", "length_scale": "length scale"}[x])
-            axes.set_ylabel({"makespan_s": "makespan (s)", "pd_overlap_ratio": "share of time with P and D in flight"}[y])
+            axes.set_ylabel({"makespan_s": "makespan (s)", "pd_overlap_ratio": "time with P and D in flight"}[y])
             axes.set_ylim(bottom=0)
             axes.grid(visible=True, color="#DDDDDD", linewidth=0.7)
         panels[1].legend(frameon=False, fontsize=9)
@@ -107,11 +107,11 @@ def main() -> None:
     """Measure, print, write and draw."""
     parser = measured.arguments(__doc__, "scale.json", 3, "repeats of each policy")
     parser.add_argument("--scales", type=float, nargs="+", default=[0.025, 0.05, 0.1], help="length scales")
-    parser.add_argument("--conversations", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--conversations", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--turns", type=int, default=3, help="of each conversation, at most (default: 3)")
     parser.add_argument("--policies", nargs="+", default=list(COMPARED), metavar="POLICY", help="of the length scales")
     parser.add_argument("--ladder", type=int, default=12, metavar="N", help="conversations there (default: 12)")
-    parser.add_argument("--scale", type=float, default=0.05, help="length scale of the growth (default: 0.05)")
+    parser.add_argument("--scale", type=float, default=0.025, help="length scale of the growth (default: 0.025)")
     asked = parser.parse_args()
     report: dict[str, Any] = {**measured.surroundings(), "world": " ".join(WORLD), "repeat": asked.repeat}
     report["turns"] = asked.turns

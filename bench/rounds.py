@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.record import Kind
@@ -28,7 +29,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """One round of one rank. rows: its own in the D iteration, -1 without one. left_ns: when it left its last exchange."""
+    """One round of one rank. rows: its own in the D iteration, -1 without one. left_ns: end of its last exchange."""
 
     number: int
     rows: int = -1
@@ -66,7 +67,7 @@ def rounds(events: Iterable[Event]) -> list[Round]:
             case _:
                 pass
     ordered = [found[number] for number in sorted(found)]
-    for before, one in zip(ordered, ordered[1:], strict=False):
+    for before, one in pairwise(ordered):
         if before.left_ns and one.left_ns:
             one.took_ns = one.left_ns - before.left_ns
     return ordered
@@ -88,7 +89,7 @@ def decode_only(all_rounds: Sequence[Round], rows: int, settle: int = 10) -> lis
 
 
 def traffic(calls: Counter[Call], hidden: int, vocabulary: int, width: int) -> int:
-    """Bytes that the collectives of a round carry: rows of all members times what a row holds, `width` bytes a number."""
+    """Bytes that the collectives of a round carry: rows of all members times what a row holds. width: of a number."""
     return sum(count * call.rows * (vocabulary if call.head else hidden) * width for call, count in calls.items())
 
 

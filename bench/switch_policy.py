@@ -1,4 +1,4 @@
-"""A policy for bench_decode.py: `fine`, whose exchange of views is left out in every other stretch of decode-only rounds.
+"""A policy for bench_decode.py: `fine`, less the exchange of views in every other stretch of decode-only rounds.
 
 A rank then answers itself, as if all had said what it says. That is wrong in general, and right as long as the ranks
 are alike: equally many rows each, nobody waiting, nothing arriving. It shows what a decode loop would cost that never
@@ -21,7 +21,7 @@ ON, OFF = "exchange on", "exchange off"
 
 @dataclass(frozen=True, slots=True)
 class SwitchConfig:
-    """rows: of each replica before it begins. settle: rounds before that. length: rounds of a stretch. pairs: of them."""
+    """rows: of each replica before it begins. settle: rounds before that. length: of a stretch, pairs: of stretches."""
 
     rows: int = 8
     settle: int = 20
