@@ -50,7 +50,7 @@ def measure(members: int, sizes: Sequence[int], repeat: int, budget: int) -> lis
                     took = ranks.run(rank_jobs.collective, way, operation, size, calls(size, budget))
                     blocks[way].append([ns / 1e3 for one in took for ns in one])
                 medians = {way: [statistics.median(block) for block in blocks[way]] for way in WAYS}
-                row = {
+                row: dict[str, Any] = {
                     "ranks": members, "operation": operation, "bytes": size,
                     **{f"{way}_us": measured.spread([us for block in blocks[way] for us in block], 1) for way in WAYS},
                     "shared_over_gloo": measured.paired(medians["shared"], medians["gloo"]),

@@ -130,7 +130,7 @@ async def exchange(engine: Engine, folder: Path, asked: argparse.Namespace) -> d
         with_.append([ms(each[EDGE:length]) for each in found[ON]])
         without.append([ms(each[EDGE:length]) for each in found[OFF]])
     pairs = [[statistics.fmean(pair) for pair in zip(*each, strict=True)] for each in (with_, without)]
-    ratio = measured.paired(*pairs)
+    ratio = measured.paired(pairs[0], pairs[1])
     result = {
         "round_ms_with": measured.spread(pairs[0]), "round_ms_without": measured.spread(pairs[1]),
         "with_over_without": {**ratio, "percent": measured.percent_more(ratio)},

@@ -50,7 +50,7 @@ def told(marks: Iterable[tuple[str, int]], rounds: int) -> dict[str, Any]:
     if not plain or not parts:
         raise SystemExit("the probe told nothing: are there rounds enough in which all rows decode?")
     loop, stream = plain["loop cpu"], plain["stream cpu"] - plain["forward cpu"]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"thread": thread, "part": part, "us": round(each["ns"], 2), "calls": round(each.get("calls", 0), 2)}
         for (thread, part), each in parts.items()
         if part != FORWARD

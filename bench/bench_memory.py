@@ -100,7 +100,7 @@ async def measure(model: Path, size: int, adp: int) -> dict[str, Any]:
     finally:
         nursery.close()
     pool = engine.kv_tokens * kv_bytes_per_token(config, world)
-    row = {
+    row: dict[str, Any] = {
         "ranks": size, "adp": adp, "shards_mb": round(shards / 1e6, 1), "kv_pool_mb": round(pool / 1e6, 1),
         "samples": nursery.samples, "loaded_mb": [round(each / 1e6, 1) for each in loaded.values()],
         "each": [verdict(peak, shards) for peak in nursery.peaks.values()],
@@ -117,7 +117,7 @@ async def measure(model: Path, size: int, adp: int) -> dict[str, Any]:
 async def measured_worlds(asked: argparse.Namespace) -> dict[str, Any]:
     """All worlds, on one checkpoint."""
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        model = write_checkpoint(Path(folder) / "model", **{**SHAPE, "layers": asked.layers})  # type: ignore[arg-type]
+        model = write_checkpoint(Path(folder) / "model", **{**SHAPE, "layers": asked.layers})
         checkpoint = sum(file.stat().st_size for file in model.iterdir())
         print(f"a checkpoint of {checkpoint / 1e6:,.0f} MB", flush=True)
         rows = []

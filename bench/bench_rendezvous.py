@@ -2,7 +2,8 @@
 
 Real processes of one host at 2, 4 and 8 ranks. Blocks of rendezvous by shared memory, by TCP and of gloo's barrier take
 turns; what counts is the time that a rank spends in one, from arrival to departure, over all ranks. Ours also carries
-bytes from everybody to everybody, a barrier none; --payload says how many.
+bytes from everybody to everybody, a barrier none; --payload says how many. Told as well is the CPU time of a rank in a
+rendezvous: with fewer cores than ranks none can be faster than that, times ranks, over cores.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ WAYS = ("shared", "tcp", "gloo")
 def measure(size: int, repeat: int, count: int, payload: int) -> dict[str, Any]:
     """Of one world: microseconds by each way, and ours over gloo's block by block."""
     blocks: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder, Ranks(World(size), timeout_s=300) as ranks:
         ranks.run(rank_jobs.begin, str(Path(folder) / "store"))
         for way in WAYS:
             ranks.run(rank_jobs.exchanges, way, count, payload)
         for _, way in measured.turns(WAYS, repeat, size):
             took = ranks.run(rank_jobs.exchanges, way, count, payload)
-            blocks[way].append([ns / 1e3 for one in took for ns in one])
+            blocks[way].append([ns / 1e3 for one, _ in took for ns in one])
+            cpu[way] += [ns / 1e3 for _, ns in took]
     row: dict[str, Any] = {"ranks": size, "more_ranks_than_cores": size > len(os.sched_getaffinity(0))}
     medians = {way: [statistics.median(block) for block in blocks[way]] for way in WAYS}
     for way in WAYS:
         row[f"{way}_us"] = measured.spread([us for block in blocks[way] for us in block], 1)
+        row[f"{way}_cpu_us"] = measured.spread(cpu[way], 1)
     for way in WAYS[:2]:
         row[f"{way}_over_gloo"] = measured.paired(medians[way], medians["gloo"])
     row["aim"] = round(AIMS[size], 4) if size in AIMS else None
@@ -46,6 +50,7 @@ def measure(size: int, repeat: int, count: int, payload: int) -> dict[str, Any]:
     print(
         f"{size} ranks: "
         + ", ".join(f"{way} {row[f'{way}_us']['median']:,.0f} us (p95 {row[f'{way}_us']['p95']:,.0f})" for way in WAYS)
+        + f"; CPU of a rank {', '.join(format(row[f'{way}_cpu_us']['median'], '.0f') for way in WAYS)} us"
         + f"; ours over gloo's {row['shared_over_gloo']['median']:.3f}",
         flush=True,
     )

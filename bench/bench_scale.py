@@ -65,7 +65,7 @@ def compare(policies: Sequence[str], conversations: int, scale: float, asked: An
     cells = []
     for policy in policies:
         row = table[policy]
-        cell = {"policy": policy, "makespans_s": [round(each, 3) for each in took[policy]]}
+        cell: dict[str, Any] = {"policy": policy, "makespans_s": [round(each, 3) for each in took[policy]]}
         cell |= {key: row.get(key) for key in KEYS}
         cell |= {f"{key}_iqr": row[f"{key}_iqr"] for key in KEYS if f"{key}_iqr" in row}
         if "normal" in took and policy != "normal" and len(took[policy]) > 1:

@@ -182,14 +182,14 @@ class Forward:
                 self.cpu_ns += time.thread_time_ns() - cpu
                 self.wall_ns += time.perf_counter_ns() - wall
 
-        Driver.advance = timed  # type: ignore[method-assign]
+        Driver.advance = timed  # type: ignore[method-assign, assignment]
 
 
 class Probe(Fine):
     """See the module."""
 
     name = "probe"
-    Config = ProbeConfig
+    Config = ProbeConfig  # type: ignore[assignment]
 
     def __init__(self, limits: Limits, config: ProbeConfig | None = None) -> None:
         super().__init__(limits)

@@ -79,11 +79,13 @@ def rendezvous(all_: Results) -> str:
     rows = [
         [str(row["ranks"]), *(f"{number(row[f'{way}_us']['median'])} ({number(row[f'{way}_us']['p95'])})"
                               for way in ("shared", "tcp", "gloo")),
+         number(row["shared_cpu_us"]["median"]), number(row["gloo_cpu_us"]["median"]),
          number(row["shared_over_gloo"]["median"], 3), number(row["tcp_over_gloo"]["median"], 3), yes(row["met"])]
         for row in found["worlds"]
     ]  # fmt: skip
-    head = ["ranks", "shared memory, us (p95)", "TCP, us (p95)", "gloo barrier, us (p95)", "shared/gloo", "TCP/gloo"]
-    return table([*head, "aim met"], rows) + about(found)
+    head = ["ranks", "shared memory, us (p95)", "TCP, us (p95)", "gloo barrier, us (p95)"]
+    head += ["CPU of a rank, us", "the same of gloo, us", "shared/gloo", "TCP/gloo", "aim met"]
+    return table(head, rows) + about(found)
 
 
 def collectives(all_: Results) -> str:

