@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ async def begin(me: Me, store: str) -> None:
     """Connect this rank in every way. store: a file that all ranks use and nobody did before."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    files = dist.distributed_c10d.FileStore(store, me.world.size)
+    distributed: Any = dist  # it does not say that it exports its stores
+    files = distributed.FileStore(store, me.world.size)
     dist.init_process_group("gloo", store=files, rank=me.rank, world_size=me.world.size)
     port = 0 if me.rank == 0 else int(files.get("port"))
     me.keep["tcp"] = await TcpRendezvous.open(

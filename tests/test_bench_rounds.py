@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench import bench_decode, bench_host, bench_memory, bench_scale
+from bench import bench_decode, bench_host, bench_memory, bench_scale, switch_policy
 from bench.rounds import Call, Round, alike, decode_only, rounds, traffic
+from kernel.errors import PolicyError
 from kernel.journal import Journal, groups
 from kernel.program import Program
 from kernel.record import Recorder, read, ring_path
 from kernel.request import Phase
-from kernel.sched.policy import Plan
+from kernel.sched.policy import Limits, Plan
 from kernel.topology import World
 from rollout.replay import Row
 
@@ -148,3 +150,51 @@ def test_makespans_are_those_of_each_repeat() -> None:
 
     rows = [row("fine", 1, 1, 4), row("normal", 0, 0.5, 2), row("fine", 0, 0, 2), row("fine", 0, 1, 5)]
     assert bench_scale.makespans(rows) == {"fine": [5, 3], "normal": [1.5]}
+
+
+class Fakes:
+    """As much of a rank and its gate as the policy of bench_decode.py looks at."""
+
+    def __init__(self, asks: bool) -> None:
+        self.asks, self.marks, self.real = asks, list[str](), 0
+        self.ports = SimpleNamespace(rendezvous=self)
+        self._journal = SimpleNamespace(mark=lambda text, _: self.marks.append(f"{self.round} {text}"))
+        self.rank, self.p_active, self.round, self._rank = 0, False, 0, self
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.round, decode=(4, 4) if self.round >= 2 else (4, 3))
+
+    def launch_decode(self) -> None:
+        pass
+
+    async def exchange(self, tag: str, payload: bytes) -> list[bytes]:
+        self.real += 1
+        return [payload, b"other"]
+
+    async def play(self, rounds: int) -> str:
+        """One letter a round: asked the others, or itself."""
+        policy = switch_policy.Switch(
+            Limits(2, 2, 4), switch_policy.SwitchConfig(rows=4, settle=3, length=5, pairs=2)
+        )
+        said = ""
+        for self.round in range(rounds):
+            await policy.turn(self)  # type: ignore[arg-type]
+            if self.asks:
+                answers = await self.ports.rendezvous.exchange("end", b"mine")
+                said += {b"other": "o", b"mine": "i"}[answers[1]]
+        return said
+
+
+async def test_the_exchange_is_left_out_in_every_other_stretch() -> None:
+    fakes = Fakes(asks=True)
+    assert await fakes.play(30) == "oo" + "ooo" + "ooooo" + "iiiii" + "ooooo" + "iiiii" + "ooooo"
+    assert fakes.marks == [
+        "5 exchange on", "10 exchange off", "15 exchange on", "20 exchange off", "25 exchange on",
+    ]  # fmt: skip
+    assert fakes.real == 20
+
+
+async def test_a_rank_that_no_longer_asks_its_ports_is_not_taken_for_one_without_exchanges() -> None:
+    with pytest.raises(PolicyError, match="only 0 of 5 exchanges could be left out"):
+        await Fakes(asks=False).play(30)
