@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.request import SamplingParams
+from rollout.launcher import Launcher
 
 if TYPE_CHECKING:
     from rollout.engine import Engine
@@ -17,6 +20,17 @@ SHAPE: Final[dict[str, int]] = {
     "expert_width": 128,
 }  # fmt: skip
 """Of the model: that of bench_engine.py."""
+
+
+def cpu_s(engine: Engine) -> float:
+    """CPU time of all threads of an engine's ranks so far, where these are this host's."""
+    assert isinstance(engine._launcher, Launcher)
+    total = 0
+    for rank in engine._launcher._ranks:
+        for task in Path(f"/proc/{rank.process.pid}/task").iterdir():
+            with suppress(OSError):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 async def batch(

@@ -71,6 +71,11 @@ def percent_more(ratio: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def below(percent: Mapping[str, float], aim: float) -> bool | None:
+    """Whether per cent are below an aim: only where the whole interval says so, and None where it says neither."""
+    return True if percent["high"] < aim else False if percent["low"] >= aim else None
+
+
 def turns(names: Sequence[str], rounds: int, seed: int = 0) -> Iterator[tuple[int, str]]:
     """(round, name), every name once in each round. Over as many rounds as names, each is in each place once."""
     order = list(names)

@@ -55,9 +55,9 @@ def percent(found: Mapping[str, float]) -> str:
     return f"{found['percent']:+.2f} % ({found['low']:+.2f} to {found['high']:+.2f})"
 
 
-def yes(met: object) -> str:
-    """Whether an aim was met."""
-    return "-" if met is None else "yes" if met else "**no**"
+def yes(met: object, unknown: str = "-") -> str:
+    """Whether an aim was met. unknown: where that is None."""
+    return unknown if met is None else "yes" if met else "**no**"
 
 
 def engine(all_: Results) -> str:
@@ -108,6 +108,7 @@ def decode(all_: Results) -> str:
         ["`normal`, a round", f"{pair['round_ms']['normal']['median']:.3f} ms"],
         ["`fine`, a round", f"{pair['round_ms']['fine']['median']:.3f} ms"],
         ["`fine` over `normal` (95 % interval)", percent(pair["fine_over_normal"]["percent"])],
+        ["the same of all ranks' CPU time in a run", percent(pair["cpu_of_a_run"]["percent"])],
         ["same tokens", yes(pair["same_tokens"])],
         ["same collectives, bytes and exchanges in every round", yes(pair["same_calls_bytes_and_exchanges"])],
         ["collectives, bytes, exchanges of a round",
@@ -122,7 +123,7 @@ def host(all_: Results) -> str:
     """Outside the model."""
     found = all_["host"]
     cells = found["cells"]
-    head = ["microseconds of a round", *(f"{c['ranks']} ranks, {c['rows']} rows" for c in cells)]
+    head = ["microseconds of a round", *(f"ranks {c['ranks']}, rows {c['rows']}" for c in cells)]
     names = {
         "outside_us": "**outside the model**", "loop_us": "event loop (CPU)", "stream_us": "D's stream thread (CPU)",
         "forward_us": "forward (wall)", "gap_us": "round beyond its forward (wall)",
@@ -196,7 +197,7 @@ def aims(all_: Results) -> str:
     def row(aim: str, file: str, value: Callable[[Any], str], met: Callable[[Any], object]) -> None:
         found = all_.get(file)
         try:
-            rows.append([aim, *((value(found), yes(met(found))) if found else ("not measured yet", "-"))])
+            rows.append([aim, *((value(found), yes(met(found), "undecided")) if found else ("not measured yet", "-"))])
         except (KeyError, IndexError, StopIteration):
             rows.append([aim, "not measured yet", "-"])
 

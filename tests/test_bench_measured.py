@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.measured import paired, percent_more, spread, t95, turns
+from bench.measured import below, paired, percent_more, spread, t95, turns
 
 values = st.floats(1e-3, 1e3)
 
@@ -55,6 +55,13 @@ def test_per_cent_keep_the_sides_of_the_interval() -> None:
     told = percent_more(found)
     assert told["low"] < told["percent"] < told["high"]
     assert told["percent"] == pytest.approx(2, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "met"), [(-2, 0.9, True), (-2, 1.0, None), (0.9, 4, None), (1.0, 4, False), (-20, 21, None)]
+)
+def test_an_aim_is_met_where_the_whole_interval_says_so(low: float, high: float, met: bool | None) -> None:
+    assert below({"percent": 0.5, "low": low, "high": high}, 1.0) is met
 
 
 def test_one_pair_has_no_interval() -> None:

@@ -49,6 +49,17 @@ RESULTS: dict[str, dict[str, Any]] = {
         }}],
     },
     "record": {"results": {"event": {"median": 484}}},
+    "decode": {
+        "world": "two ranks", "rows": 8,
+        "policies": {
+            "round_ms": {"fine": spread(3.21), "normal": spread(3.2)}, "met": None, "same_tokens": True,
+            "fine_over_normal": {"percent": {"percent": 0.4, "low": -0.2, "high": 1.1}},
+            "cpu_of_a_run": {"percent": {"percent": 0.1, "low": -0.1, "high": 0.3}},
+            "same_calls_bytes_and_exchanges": False, "calls_a_round": {"fine": 8}, "bytes_a_round": {"fine": 131072},
+            "exchanges_a_round": {"fine": {"end": 1}},
+        },
+        "exchange": {"with_over_without": {"percent": {"percent": 2.0, "low": 1.5, "high": 2.5}}},
+    },
 }  # fmt: skip
 
 
@@ -73,7 +84,10 @@ def test_figures_and_verdicts_come_from_the_files() -> None:
     assert "| 1 | 1 | 100 | 50 | 300 | 360 | 720 | yes |" in text
     assert "0.50 of it | yes" in text
     assert "| a run with its record: under 1 % longer | not measured yet | - |" in text
-    assert "Not measured yet: `python bench/bench_decode.py`." in text
+    assert "under 1 % (the paper: 6.7 %) | +0.40 % (-0.20 to +1.10) | undecided |" in text
+    assert "| same collectives, bytes and exchanges in every round | **no** |" in text
+    assert "| collectives, bytes, exchanges of a round | 8, 131,072, 1 |" in text
+    assert "Not measured yet: `python bench/bench_host.py`." in text
     assert "commit 0123456789ab; 2 cores, Some Processor; torch 9.9; load 0.25 before." in text
 
 
