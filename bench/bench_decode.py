@@ -81,7 +81,7 @@ async def policies(engine: Engine, folder: Path, asked: argparse.Namespace) -> d
     equal = alike(kinds["fine"] + kinds["normal"])
     ratio = measured.paired(taken["fine"], taken["normal"])
     processor = measured.paired(cpu["fine"], cpu["normal"])
-    found = {
+    found: dict[str, Any] = {
         "round_ms": {name: measured.spread(each) for name, each in taken.items()},
         "fine_over_normal": {**ratio, "percent": measured.percent_more(ratio)},
         "cpu_of_a_run": {**processor, "percent": measured.percent_more(processor)},
