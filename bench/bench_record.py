@@ -1,29 +1,39 @@
-"""What an event of the record costs, into bench/results/record.json.
+"""What an event of the record costs, and what a run pays for it, into bench/results/record.json.
 
 The CPU time of this thread per event, over a ring that wraps several times: least, median and largest of many batches.
 On a core whose sibling thread is busy, everything here takes up to twice as long; the least is the quiet core's.
+Then runs of real ranks with and without a record in turn, in pairs: their length, and the CPU time of all ranks; and
+what share of that time the events of a run take at their measured price (what the rank does to write one comes on top).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kernel.record import Kind, NullRecorder, Recorder, read, ring_path
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench import measured
+from bench.batches import SHAPE, batch, cpu_s
+from kernel.record import Kind, NullRecorder, Recorder, read, read_run, ring_path
 from kernel.request import Phase
+from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.engine import Engine
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 BATCH, BATCHES = 10_000, 60
-RESULTS = Path(__file__).parent / "results" / "record.json"
+WITH, WITHOUT = "with", "without"
+AIM_PERCENT = 1.0
 
 
 def nanoseconds(call: Callable[[int], object]) -> dict[str, float]:
@@ -58,25 +68,63 @@ def measure(run: Path) -> dict[str, dict[str, float]]:
     return results
 
 
+async def runs(asked: argparse.Namespace) -> dict[str, Any]:
+    """The same batch with a record and without one, in turn; what the record adds, in per cent."""
+    seconds: dict[str, list[float]] = {WITH: [], WITHOUT: []}
+    cpu: dict[str, list[float]] = {WITH: [], WITHOUT: []}
+    events = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = write_checkpoint(folder / "model", **SHAPE)  # type: ignore[arg-type]
+        async with Engine(model, World(asked.ranks, asked.ranks, asked.ranks)) as engine:
+            for round_, way in measured.turns((WITH, WITHOUT), asked.repeat + 1):
+                run = folder / str(round_)
+                await engine.flush()
+                await engine.use_policy("fine", record=run if way == WITH else None)
+                before = cpu_s(engine)
+                _, took = await batch(engine, asked.requests, asked.prompt, asked.tokens, round_)
+                used = cpu_s(engine) - before
+                if round_ == 0:  # it warms up
+                    continue
+                seconds[way].append(took)
+                cpu[way].append(used)
+                if way == WITH:
+                    await engine.use_policy("fine")
+                    events = sum(len(each.events) + each.dropped for each in read_run(run).values())
+    found: dict[str, Any] = {"requests": asked.requests, "tokens": asked.tokens, "events_a_run": events}
+    for what, each in (("length", seconds), ("cpu", cpu)):
+        ratio = measured.paired(each[WITH], each[WITHOUT])
+        found[what] = {
+            "with_s": measured.spread(each[WITH]), "without_s": measured.spread(each[WITHOUT]),
+            **ratio, "percent": measured.percent_more(ratio),
+        }  # fmt: skip
+    return {**found, "aim_percent": AIM_PERCENT, "met": measured.below(found["length"]["percent"], AIM_PERCENT)}
+
+
 def main() -> None:
     """Measure, print and write."""
+    parser = measured.arguments(__doc__, "record.json", 15, "pairs of runs")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=16, help="of a run (default: 16)")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens (default: 200)")
+    parser.add_argument("--tokens", type=int, default=64, help="that each generates (default: 64)")
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as run:
         results = measure(Path(run))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     found = {
-        "command": "python bench/bench_record.py",
-        "commit": commit,
-        "python": platform.python_version(),
-        "host": f"{platform.machine()} {platform.system()} {platform.release()}",
+        **measured.surroundings(),
         "unit": "ns of CPU time a call, a lambda's call included",
         "batches": BATCHES,
         "calls": BATCH,
         "results": results,
+        "run": asyncio.run(runs(asked)),
     }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
-    json.dump(found["results"], sys.stdout, indent=2)
+    run = found["run"]
+    share = run["events_a_run"] * results["event"]["median"] / 1e9 / run["cpu"]["with_s"]["median"]
+    run["events_percent_of_cpu"] = round(100 * share, 2)
+    json.dump({name: found[name] for name in ("results", "run")}, sys.stdout, indent=2)
     print()
+    measured.write(asked.output, found)
 
 
 if __name__ == "__main__":
