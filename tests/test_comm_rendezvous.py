@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel.comm.rendezvous import PAYLOAD, TAG, SharedRendezvous
-from kernel.comm.shared import Arena
+from kernel.comm.shared import Arena, Liveness
 from kernel.comm.tcp_rendezvous import TcpRendezvous
 from kernel.errors import Divergence, RankLost, UsageError
 from kernel.topology import World
@@ -133,13 +133,15 @@ def test_what_does_not_fit_is_refused_and_does_no_harm(ranks: Ranks, tag: int, p
 async def two_at_once(me: Me) -> str:
     meeting = rendezvous(me)
     if me.rank:
-        await asyncio.sleep(0.05)
+        while me.arena.status(0).reason != "refused":
+            await asyncio.sleep(0.01)
         await meeting.exchange("one", b"")
         return "fine"
     first = asyncio.ensure_future(meeting.exchange("one", b""))
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="one exchange at a time"):
         await meeting.exchange("two", b"")
+    me.arena.report(Liveness.RUNNING, "refused")
     await first
     return "refused"
 

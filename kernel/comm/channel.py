@@ -7,10 +7,9 @@ passed step s+1, where all members have arrived only after they had finished rea
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Final
 
-from kernel.comm.futex import Fence, Futex, looks
+from kernel.comm.futex import LOOKS, Fence, Futex, give_way
 from kernel.comm.shared_map import HEADER, Region
 from kernel.errors import Divergence, RankLost
 
@@ -38,7 +37,6 @@ class Channel:
         ]
         self._futex = Futex(arena.address + region.bell)
         self._fence = Fence()
-        self._looks = looks(arena.map.size)
         self._closed = False
         self.step = self._arrivals[self.index]
 
@@ -89,8 +87,8 @@ class Channel:
         self._futex.wake()
 
     def _sleep(self, step: int) -> None:
-        for _ in range(self._looks):
-            time.sleep(0)
+        for _ in range(LOOKS):
+            give_way()
             if self._arrived(step):
                 return
         while True:

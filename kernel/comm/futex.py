@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
 import sys
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WAIT: Final = 0
 _WAKE: Final = 1
@@ -77,14 +79,21 @@ class Futex:
         return int(self._syscall(self._number, self._address, self._wake, self._all, None, None, 0))
 
 
-def looks(ranks: int) -> int:
-    """How often one of `ranks` processes looks again, giving up the GIL in between, before it goes to sleep.
+give_way: Final[Callable[[], object]] = ctypes.CDLL(None).sched_yield
+"""Let any other thread run that is ready, of this process (ctypes gives up the GIL) and of this core.
 
-    Peers mostly come within microseconds, and looking for about as long as a sleep and a wake-up take costs at most
-    twice the better choice (measured with two ranks: 17 instead of 59 microseconds an exchange). With fewer cores than
-    ranks, whoever looks keeps the one it waits for from running.
-    """
-    return 20 if len(os.sched_getaffinity(0)) >= ranks else 0
+`time.sleep(0)` does not do that: in Python 3.11 to 3.13 it is a clock_nanosleep, which sleeps for the thread's timer
+slack, 50 microseconds and more.
+"""
+
+
+LOOKS: Final = 20
+"""How often whoever waits looks again, giving way in between, before it goes to sleep.
+
+Peers mostly come within microseconds, and looking for about as long as a sleep and a wake-up take costs at most twice
+the better choice. With fewer cores than ranks too: giving way lets those run that are waited for, and a hundred looks
+of eight ranks on two cores gain nothing over twenty.
+"""
 
 
 class Fence:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kernel.comm.futex import Fence, looks
+from kernel.comm.futex import LOOKS, Fence, give_way
 from kernel.errors import Divergence, RankLost, UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class SharedRendezvous:
         self._slots = [[where.exchange_slot(r, parity) for r in range(self.size)] for parity in range(2)]
         self._others = tuple(r for r in range(self.size) if r != rank)
         self._fence = Fence()
-        self._looks = looks(self.size)
         self._round = self._arrivals[rank]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -103,8 +101,8 @@ class SharedRendezvous:
 
     def _soon(self) -> bool:
         """Look for some ten microseconds whether everybody arrives, which costs the loop less than going to sleep."""
-        for _ in range(self._looks):
-            time.sleep(0)
+        for _ in range(LOOKS):
+            give_way()
             if self._arrived():
                 return True
         return False

@@ -130,7 +130,13 @@ class _Member:
         return parts
 
     def _direct(self, x: torch.Tensor, out: torch.Tensor, header: bytes) -> None:
-        out.copy_(_sum(self._publish(x, header)))
+        parts = self._publish(x, header)
+        if x.dtype in _WIDE and len(parts) > 2:
+            out.copy_(_sum(parts))
+            return
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
 
     def _split(self, x: torch.Tensor, out: torch.Tensor, header: bytes) -> None:
         size, index, count = self.channel.size, self.channel.index, x.numel()
