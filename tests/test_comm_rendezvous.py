@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused_and_does_no_harm(ranks: Ranks, tag: int, p
 async def two_at_once(me: Me) -> str:
     meeting = rendezvous(me)
     if me.rank:
-        while me.arena.status(0).reason != "refused":
+        while me.arena.status(0).reason != "refused":  # noqa: ASYNC110 - another process says it
             await asyncio.sleep(0.01)
         await meeting.exchange("one", b"")
         return "fine"
