@@ -59,6 +59,7 @@ test-gpu:
 
 bench: $(VENV)/ready
 	@for file in bench/bench_*.py; do echo "$$file"; $(RUN) "$$file" || exit 1; done
+	$(RUN) -m bench.page
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

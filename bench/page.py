@@ -169,6 +169,21 @@ def record(all_: Results) -> str:
     return table(["", "median"], rows) + about(found)
 
 
+def soak(all_: Results) -> str:
+    """Half an hour of everything that could leak."""
+    found = all_["soak"]
+    rows = [
+        [str(row["rank"]), number(row["mib_first"]), number(row["mib_last"]),
+         f"{row['second_half_mib_per_hour']:+.1f}", str(row["descriptors"]), str(row["threads"])]
+        for row in found["ranks"]
+    ]  # fmt: skip
+    head = ["rank", "MiB once settled", "MiB at the end", "MiB an hour, later half", "descriptors", "threads"]
+    did = ", ".join(f"{count:,} {what}" for what, count in found["counts"].items())
+    held = ", ".join(f"{what} ({count:,} times)" for what, count in found["checks"].items())
+    told = f"{found['minutes']:g} minutes: {did}. Checked, and so each time: {held}."
+    return f"{told}\n\n{table(head, rows)}"
+
+
 def lengths(all_: Results) -> str:
     """The ladder."""
     found = all_["scale"]
@@ -251,7 +266,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Results], str]]]] = MappingProxy
         "aims": ("", aims), "engine": ("engine", engine), "rendezvous": ("rendezvous", rendezvous),
         "collectives": ("collectives", collectives), "decode": ("decode", decode), "host": ("host", host),
         "memory": ("memory", memory), "record": ("record", record), "lengths": ("scale", lengths),
-        "conversations": ("scale", conversations),
+        "conversations": ("scale", conversations), "soak": ("soak", soak),
     }
 )  # fmt: skip
 """Block -> (results file it needs, "" for what is there; what fills it)."""
@@ -269,7 +284,8 @@ def filled(text: str, all_: Results) -> str:
     def block(match: re.Match[str]) -> str:
         file, fill = TABLES[match[2]]
         known = not file or file in all_
-        body = fill(all_) if known else f"Not measured yet: `python bench/bench_{file}.py`."
+        script = file if file == "soak" else f"bench_{file}"
+        body = fill(all_) if known else f"Not measured yet: `python bench/{script}.py`."
         return f"{match[1]}\n{body}\n\n{match[3]}"
 
     return BLOCK.sub(block, text)
