@@ -145,17 +145,17 @@ class Journal:
     def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
         """The device starts or finishes a collective.
 
-        Nothing is written of a stream any more once work on it has failed, or it begins a collective without having
+        Nothing is written of a phase any more once work of it has failed, or it begins a collective without having
         finished the one before: the rest of a forward was given up with it, so what follows is not the call that peers
         count by its number.
         """
-        key, stream = (phase, call.role), Phase.D if call.routed else phase
+        key = (phase, call.role)
         if not finished:
-            (self._abandoned if stream in self._running else self._running).add(stream)
-        if stream in self._abandoned:
+            (self._abandoned if phase in self._running else self._running).add(phase)
+        if phase in self._abandoned:
             return
         if finished:
-            self._running.discard(stream)
+            self._running.discard(phase)
         self.moved += finished and phase is Phase.P
         if not finished:
             self._started[key] = self._started.get(key, 0) + 1

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,8 +23,9 @@ from kernel.errors import HangFound, TurnstileError, UsageError
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from models.config import read_config
-from rollout import campaign_report, gpus, report_files, resume, trace
+from rollout import campaign_report, fingerprint, gpus, report_files, resume, trace
 from rollout.args import TINY, Options, parse
+from rollout.device import CPU_KV_TOKENS
 from rollout.progress import Progress
 from rollout.replay import Sink, replay
 from rollout.stall import Stalled
@@ -70,6 +72,9 @@ class Campaign:
     title: str
     trajectories: tuple[Trajectory, ...]
     runs: tuple[Run, ...]
+    fingerprint: str
+    held: int
+    """Keeps other runs out of the directory."""
 
 
 def main(command: str, argv: Sequence[str]) -> int:
@@ -77,8 +82,22 @@ def main(command: str, argv: Sequence[str]) -> int:
     options = parse(command, argv)
     os.umask(0o077)  # what a run leaves is its user's
     source = trace.read(options.trace)
-    campaign = prepare(options, source)
-    return execute(campaign, source)
+    before = signal.getsignal(signal.SIGTERM)
+    ours = threading.current_thread() is threading.main_thread()
+    if ours:  # SIGTERM is Ctrl-C, also before the loop handles it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        campaign = prepare(options, source)
+        try:
+            return execute(campaign, source)
+        finally:
+            os.close(campaign.held)
+    except KeyboardInterrupt:
+        before = signal.SIG_IGN  # the process is ending as it was asked to
+        raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, before)
 
 
 def prepare(options: Options, source: Trace) -> Campaign:
@@ -93,10 +112,17 @@ def prepare(options: Options, source: Trace) -> Campaign:
     if options.device.device == "cuda":
         gpus.check_host(options.world.size)
     out = report_files.directory(options.out, resume=options.resume)
-    model = Path(options.model) if config else _tiny(out / "model", trajectories)
-    config = config or read_config(model)
-    title = options.shape.describe(source)
-    return Campaign(options, out, model, config, title, trajectories, _runs(options, out))
+    held = report_files.hold(out, resume=options.resume)
+    try:
+        model = Path(options.model) if config else _tiny(out / "model", trajectories)
+        config = config or read_config(model)
+        title = options.shape.describe(source)
+        return Campaign(
+            options, out, model, config, title, trajectories, _runs(options, out), fingerprint.of(model), held
+        )
+    except BaseException:
+        os.close(held)
+        raise
 
 
 def execute(campaign: Campaign, source: Trace) -> int:
@@ -116,6 +142,9 @@ def execute(campaign: Campaign, source: Trace) -> int:
                 runner.run(_replay_all(campaign))
         except BaseExceptionGroup as group:
             _raise_first(group)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asked to end once, it is ending
         status = "complete"
     except (KeyboardInterrupt, asyncio.CancelledError):
         status = "interrupted"
@@ -170,7 +199,7 @@ def _keep(campaign: Campaign, about: dict[str, Any]) -> None:
     """Take over what the run in the directory has finished; requests.jsonl then holds that alone."""
     resume.check(campaign.out, about)
     path = campaign.out / "requests.jsonl"
-    found = resume.kept(resume.rows(path), campaign.trajectories)
+    found = resume.kept(path, resume.rows(path), campaign.trajectories, campaign.config.vocab_size)
     for run in campaign.runs:
         run.rows.extend(found.get((run.policy, run.repeat), []))
     report_files.write(path, b"".join(row.to_json().encode() + b"\n" for run in campaign.runs for row in run.rows))
@@ -197,7 +226,10 @@ def _runs(options: Options, out: Path) -> tuple[Run, ...]:
 def _fits(options: Options, config: DecoderConfig | None, trajectories: Sequence[Trajectory]) -> None:
     longest = max(trajectories, key=lambda each: each.longest)
     positions = config.max_positions if config else None
-    for room, what in ((positions, "the model has positions"), (options.kv_tokens, "--kv-tokens is")):
+    pool, named = options.kv_tokens, "--kv-tokens is"
+    if pool is None and options.device.device == "cpu":
+        pool, named = CPU_KV_TOKENS, "--kv-tokens by default is"
+    for room, what in ((positions, "the model has positions"), (pool, named)):
         if room is not None and longest.longest > room:
             raise UsageError(
                 f"trajectory {longest.id} grows to {longest.longest} tokens, but {what} {room}: lower --length-scale"
@@ -229,6 +261,7 @@ def _about(campaign: Campaign, source: Trace) -> dict[str, Any]:
         **({"device_options": asdict(options.device)} if options.device.device == "cuda" else {}),
         "policies": list(options.policies),
         "model": {"path": str(campaign.model), "type": campaign.config.model_type, "layers": campaign.config.layers},
+        "model_sha256": campaign.fingerprint,
         "trace": {"name": source.name, "format": source.format, "sha256": source.sha256, **asdict(options.shape)},
         "slice": campaign.title,
         "repeat": options.repeat,

@@ -12,6 +12,8 @@ from models.config import DTYPES
 if TYPE_CHECKING:
     from models.config import DecoderConfig
 
+CPU_KV_TOKENS: Final = 1 << 15
+"""Of a replica, where nobody says."""
 DEVICES: Final = ("cpu", "cuda")
 ATTENTIONS: Final = ("reference", "flashinfer")
 WEIGHTS: Final = ("checkpoint", "dummy")

@@ -27,7 +27,7 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
 from rollout import gpus, last_words, memory, stall, wire
-from rollout.device import DeviceOptions
+from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.hosts import HostsLauncher
 from rollout.launcher import Launcher
 from rollout.pulse import RANK_TIMEOUT_S
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from rollout.nursery import Nursery
 
-CPU_KV_TOKENS: Final = 1 << 15
 WHERE_S: Final = 1.0
 """For ranks of a stalled run to say where they wait; those whose loop is held do not."""
 EXIT_S: Final = MappingProxyType({"cpu": 30.0, "cuda": 120.0})
@@ -146,6 +145,7 @@ class Engine:
         self._changed = asyncio.Event()
         self._paused = self._changing = False
         self._stopped = asyncio.Event()
+        self._updates: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = Stall(stall_timeout_s)
         self._waits: dict[int, list[str]] = {}
@@ -263,11 +263,11 @@ class Engine:
         """
         if models.read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
-        paused = self._paused
-        await self.pause()
-        await self._change(UpdateWeights(_absolute(path)))
-        if not paused:
-            await self.resume()
+        # A caller that gives up must not leave the turns paused: the ranks load the weights all the same.
+        update = asyncio.create_task(self._update(_absolute(path)), name="update weights")
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+        await asyncio.shield(update)
 
     def abort(self, error: TurnstileError) -> None:
         """End everything at once with this error: turns in flight raise it, and so does leaving the engine."""
@@ -293,6 +293,13 @@ class Engine:
         if here.rank:
             raise UsageError(f"torchrun's rank {here.rank} is no launcher: run the command with `-m turnstile`")
         return HostsLauncher(self.world, self._settings, here)
+
+    async def _update(self, path: str) -> None:
+        paused = self._paused
+        await self.pause()
+        await self._change(UpdateWeights(path))
+        if not paused:
+            await self.resume()
 
     async def _change(self, entry: UsePolicy | UpdateWeights) -> None:
         """Send an entry that takes effect once nothing is in flight, and wait until it has."""

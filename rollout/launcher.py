@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kernel.topology import World
 
 _GRACE_S = 10.0
+_TELL_S = 5.0
+"""For the nursery to tell how a rank ended, once its connection is gone."""
 
 
 @dataclass(slots=True)
@@ -104,7 +107,11 @@ class Launcher:
             return await asyncio.wait_for(process.process.wait(), _GRACE_S)
         except TimeoutError:
             process.process.kill()
-            return await process.process.wait()
+        # The nursery tells of ends, and may itself be stopped.
+        try:
+            return await asyncio.wait_for(process.process.wait(), _GRACE_S)
+        except TimeoutError:
+            return -signal.SIGKILL
 
     async def _spawn(self, rank: int) -> Process:
         assert self._nursery is not None
@@ -140,9 +147,12 @@ class Launcher:
 
         last = await self._messages.pump(process.rank, process.reader, process.writer, heard)
         self.pulse.forget(process.rank)
-        code = await process.process.wait()
-        if "stopped" not in last and "failed" not in last:
+        try:
+            code = await asyncio.wait_for(process.process.wait(), _TELL_S)
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        except TimeoutError:
+            how = "has ended, or closed its connection"
+        if "stopped" not in last and "failed" not in last:
             why = f"rank {process.rank} {how}"
             self._arena.abort(why)
             self._tell(process, why)

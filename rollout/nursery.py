@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from kernel.errors import UsageError
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _COUNT = struct.Struct("<I")
+END_S: Final = 15.0
+"""For the nursery to end by itself; it gives its ranks ten seconds."""
 
 
 class Child:
@@ -87,6 +89,7 @@ class Nursery:
             theirs.close()
         self._socket = ours
         self._turn = asyncio.Lock()
+        self._asked = False
 
     async def spawn(self, fds: Sequence[int]) -> Child:
         """Fork a rank that inherits `fds` (the first is its control socket) under the same numbers.
@@ -105,6 +108,7 @@ class Nursery:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         async with self._turn:
+            self._asked = True
             try:
                 self._socket.setblocking(True)
                 head = struct.pack(f"<I{len(fds)}i", len(fds), *fds)
@@ -123,8 +127,17 @@ class Nursery:
 
     def close(self) -> None:
         """End the nursery; ranks that run go on until their control sockets close. Idempotent."""
+        if not self._asked:
+            self._process.kill()  # it has no ranks, and may be importing for seconds
+        with suppress(OSError):
+            # A spawn that was given up may still read from the socket, and then `close` alone would end nothing.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # stopped, perhaps
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -10,9 +10,9 @@ import asyncio
 import json
 import os
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kernel.errors import TurnstileError, UsageError
 from kernel.request import SamplingParams
@@ -104,6 +104,14 @@ class Row:
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
+_WORDS: Final = ("policy", "trajectory", "finish_reason")
+_KINDS: Final[dict[str, Any]] = {
+    each.name: str if each.name in _WORDS else (int, float) if each.name == "wait_ms" else int
+    for each in fields(Row)
+    if each.name not in ("token_ns", "tokens")
+}
+
+
 class Sink:
     """Writes requests.jsonl: one write a row, unbuffered, so that the file is whole whenever the run ends.
 
@@ -130,13 +138,18 @@ class Sink:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a requests.jsonl. Raises UsageError naming file and line."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode())
                 lists = {name: tuple(record[name]) for name in ("token_ns", "tokens") if name in record}
                 row = Row(**(record | lists))
-            except (ValueError, KeyError, TypeError) as error:
+                for name, kinds in _KINDS.items():
+                    if not isinstance(getattr(row, name), kinds):
+                        raise TypeError(f"{name} is {getattr(row, name)!r}"[:80])
+                if not all(type(number) is int for number in (*row.token_ns, *row.tokens)):
+                    raise TypeError("token_ns and tokens hold integers")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UsageError(f"{path}:{number}: not a row of requests.jsonl ({error})") from None
             yield row
 

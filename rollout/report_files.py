@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -51,6 +52,10 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
     while not named and path.exists():
         again += 1
         path = base.with_name(f"{base.name}-{again}")
+    try:
+        path.exists()
+    except OSError as error:
+        raise UsageError(f"--out {str(path)[:80]}...: {error.strerror}: choose another directory") from None
     if (path / "run.json").exists() and not resume:
         raise UsageError(
             f"--out {path}: it holds a run already (run.json): choose another directory, remove it, or --resume it"
@@ -79,6 +84,25 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
             f"--out {path}: {error.strerror}: choose a directory that can be written, on a disk with room"
         ) from None
     return path
+
+
+def hold(path: Path, *, resume: bool) -> int:
+    """Keep every other run out of the directory for as long as the descriptor that this returns is open.
+
+    Raises UsageError when a run is going on in it, or when one has begun there since it was looked at.
+    """
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise UsageError(f"--out {path}: another run is going on in it: wait for its end, or choose another") from None
+    except OSError:
+        return held  # a file system without locks
+    if (path / "run.json").exists() and not resume:
+        os.close(held)
+        raise UsageError(f"--out {path}: another run has just begun in it: choose another directory")
+    return held
 
 
 def _check_private(path: Path) -> None:

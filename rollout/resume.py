@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.replay import Row
-    from rollout.trace import Trajectory
+    from rollout.trace import Trajectory, Turn
 
 SAME: Final = ("world", "device", "device_options", "policies", "trace", "repeat", "max_concurrency", "kv_tokens",
-               "prefill_tokens", "rows")  # fmt: skip
+               "prefill_tokens", "rows", "model_sha256")  # fmt: skip
 """Entries of run.json that must not change."""
 
 
@@ -31,7 +31,9 @@ def check(out: Path, about: Mapping[str, Any]) -> None:
     """Raise UsageError unless `out` holds an unfinished run that `about`, a run.json to be, would go on with."""
     try:
         found: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(found, dict):
+            raise ValueError(found)
+    except (OSError, ValueError, RecursionError):
         raise UsageError(f"--resume: {out} holds no run (run.json): name its directory with --out") from None
     if found.get("status") == "complete":
         raise UsageError(f"--resume: the run in {out} is complete: there is nothing left to do")
@@ -62,12 +64,23 @@ def rows(path: Path) -> list[Row]:
     return list(read_rows(path))
 
 
-def kept(found: Iterable[Row], trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Row]]:
-    """By (policy, repeat): the rows of each trajectory's turns, from its first one on, without a gap."""
+def kept(
+    path: Path, found: Iterable[Row], trajectories: Sequence[Trajectory], vocabulary: int
+) -> dict[tuple[str, int], list[Row]]:
+    """By (policy, repeat): the rows of each trajectory's turns, from its first one on, without a gap.
+
+    Raises UsageError, naming the line of `path`, for a finished turn that is not the trace's.
+    """
     turns = {each.id: each.turns for each in trajectories}
     by_trajectory: dict[tuple[str, int, str], dict[int, Row]] = {}
-    for row in found:
+    for number, row in enumerate(found, 1):
         if not row.failed:
+            asked = turns.get(row.trajectory, ())
+            if row.turn < len(asked) and not _belongs(row, asked[row.turn], vocabulary):
+                raise UsageError(
+                    f"{path}:{number}: turn {row.turn} of {row.trajectory} is not that of the trace (new_tokens,"
+                    " output_tokens or token ids): remove the line, or choose another --out"
+                )
             by_trajectory.setdefault((row.policy, row.repeat, row.trajectory), {}).setdefault(row.turn, row)
     result: dict[tuple[str, int], list[Row]] = {}
     for (policy, repeat, trajectory), done in by_trajectory.items():
@@ -77,6 +90,12 @@ def kept(found: Iterable[Row], trajectories: Sequence[Trajectory]) -> dict[tuple
         if len(first) == len(asked) or all(len(row.tokens) == row.output_tokens for row in first):
             result.setdefault((policy, repeat), []).extend(first)
     return result
+
+
+def _belongs(row: Row, turn: Turn, vocabulary: int) -> bool:
+    """Whether a finished turn's numbers are those that the trace asks for."""
+    sizes = (row.new_tokens, row.asked_tokens) == (turn.new_tokens, turn.output_tokens)
+    return sizes and all(0 <= token < vocabulary for token in row.tokens)
 
 
 def later(row: Row, by_ns: int) -> Row:

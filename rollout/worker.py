@@ -57,10 +57,10 @@ class Outbox:
         self._outputs.append((output, time.monotonic_ns()))
 
     def flush(self) -> None:
-        """Hand over what is there."""
-        if self._outputs:
+        """Hand over what is there; to nobody once the launcher has gone."""
+        if self._outputs and not self._writer.is_closing():
             self._writer.write(wire.pack_outputs(self._outputs))
-            self._outputs = []
+        self._outputs = []
 
     def send(self, message: dict[str, Any]) -> None:
         """Send any other message, in order."""

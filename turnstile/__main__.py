@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
@@ -32,12 +33,24 @@ def intruder(home: Path) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code (2 when a package is not ours)."""
+    _open_standard()
     if line := intruder(Path(__file__).resolve().parent.parent):
         print("turnstile:", line, file=sys.stderr)
         return 2
     from rollout.cli import main as command
 
     return command(argv)
+
+
+def _open_standard() -> None:
+    """Give a command that was started without a standard stream /dev/null: else its next file takes that place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 if __name__ == "__main__":
