@@ -170,6 +170,20 @@ def serves_with_a_pool() -> None:
     dist.all_reduce(x)
 
 
+def enters_a_lock() -> None:
+    """The last rank waits for a lock that a thread of its own keeps."""
+    from threading import Lock
+
+    x = train()
+    guard = Lock()
+    here()
+    if RANK == SIZE - 1:
+        guard.acquire()
+        with guard:
+            pass
+    dist.all_reduce(x)
+
+
 def pairs() -> None:
     """Both ranks receive before they send."""
     x = train()
