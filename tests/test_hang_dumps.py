@@ -13,12 +13,14 @@ import pytest
 from kernel.errors import UsageError
 from kernel.record import GraphCall, Kind, Recorder, ring_path
 from rollout.cli import main
+from verify import words
 from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import Diagnosis, diagnose_found
 from verify.hang.text import as_text
-from verify.readers.found import Found, Stack
+from verify.readers.found import LOOK_AGAIN, Found, Stack
 from verify.readers.gather import gather, merge
+from verify.readers.lines import brief
 
 DUMPS = Path(__file__).parent / "data" / "fr"
 H200, MEGATRON = DUMPS / "h200", DUMPS / "megatron16"
@@ -275,6 +277,36 @@ def test_what_keeps_a_rank_is_named_not_quoted(line: str, waits: str, what: str,
     assert (found.verdict.cls is Class.OUTSIDE) is bool(what)
     assert what in found.verdict.say
     assert line not in found.verdict.say
+
+
+def test_an_undecided_report_says_what_would_decide_it() -> None:
+    """No advice of a class that is not decided."""
+    answer = diagnose_found(gather([H200 / "crossed_same_stream_graph"]))
+    assert (answer.verdict.certainty, answer.verdict.fix) == (Certainty.UNDECIDED, words.DECIDE)
+
+
+def test_what_is_certain_does_not_ask_to_look_again() -> None:
+    line = f"record: rank 0: moved 1.0 s ago: {LOOK_AGAIN}"
+    found = gather([H200 / "op_mismatch"])
+    certain = diagnose_found(replace(found, unknown=(*found.unknown, line)))
+    assert certain.verdict.certainty is Certainty.CERTAIN
+    assert line not in certain.unknown
+    found = gather([H200 / "crossed_same_stream_graph"])
+    undecided = diagnose_found(replace(found, unknown=(*found.unknown, line)))
+    assert line in undecided.unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("RuntimeError: [/a/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:58. This is\ntypically",
+         "RuntimeError: Connection closed by peer"),
+        ("ValueError: bad batch", "ValueError: bad batch"),
+        ("E: " + "x" * 100, "E: " + "x" * 65 + ".."),
+    ],
+)  # fmt: skip
+def test_an_exception_in_one_line(text: str, said: str) -> None:
+    assert brief(text) == said
 
 
 @pytest.mark.parametrize(

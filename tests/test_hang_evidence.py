@@ -198,6 +198,28 @@ def test_a_traceback_in_the_log_of_a_rank_explains_why_it_is_not_there(
     assert "KeyError" in found["say"]
 
 
+def test_logs_alone_of_ranks_that_failed_after_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What gloo's ranks write when one of them raises: the others lose their connection to it."""
+    library = '  File "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9, in all_reduce\n'
+    lost = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:58{0}. Check.\n"
+    for rank in range(4):
+        text = 'Traceback (most recent call last):\n  File "dies.py", line 6, in train\n'
+        text += "ValueError: bad batch at step 7\n" if rank == 2 else library + lost.format(rank)
+        (tmp_path / f"rank{rank}.log").write_text(text)
+    code, out = hang(capsys, "--json", tmp_path)
+    found = json.loads(out)
+    assert (code, found["class"], found["certainty"], found["ranks"]) == (1, "exception", "conditional", [2])
+    assert "Rank 2 left by ValueError: bad batch at step 7 at dies.py:6 in train" in found["say"]
+    assert "ranks 0, 1 and 3 failed after that: RuntimeError: Connection closed by peer." in found["say"]
+    # Without anybody that failed after it, nobody is known to wait for it.
+    for rank in (0, 1, 3):
+        (tmp_path / f"rank{rank}.log").write_text("step 7\n")
+    code, out = hang(capsys, "--json", tmp_path)
+    assert (code, json.loads(out)["certainty"]) == (3, "undecided")
+
+
 def test_a_log_that_holds_lines_of_several_kinds_is_read_for_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,8 +34,10 @@ def weighed(case: Case) -> Verdict:
     verdict = next((left for doubt in doubts if (left := doubt(case)) is not None), verdict)
     for condition in CONDITIONS:
         verdict = condition(replace(case, verdict=verdict)) or verdict
-    # What is not decided blames nobody.
-    return replace(verdict, ranks=()) if verdict.certainty is Certainty.UNDECIDED else verdict
+    if verdict.certainty is not Certainty.UNDECIDED:
+        return verdict
+    # What is not decided blames nobody, and what to do about it is to find out.
+    return replace(verdict, ranks=(), fix=words.DECIDE if verdict.fix else "")
 
 
 # -- a member that never arrived, and of which nothing is known ------------------------------------------------------
@@ -50,7 +52,7 @@ def its_call_may_be_lost(case: Case) -> Verdict | None:
 
 def its_dump_is_absent(case: Case) -> Verdict | None:
     """It may have made the call."""
-    return _undecided(case.verdict, f"no dump from {words.ranks(case.absent)}") if case.absent else None
+    return _undecided(case.verdict, f"{_nothing(case)} from {words.ranks(case.absent)}") if case.absent else None
 
 
 def it_may_yet_come(case: Case) -> Verdict | None:
@@ -86,7 +88,7 @@ def not_every_wait_is_recorded(case: Case) -> Verdict | None:
 def a_dump_is_absent(case: Case) -> Verdict | None:
     """Whoever left none may be what the others wait for."""
     idle = words.ranks(case.found.present) if case.found.present else ""
-    why = f"no dump from {words.ranks(case.absent)}" + f", nothing open on {idle}" * bool(idle)
+    why = f"{_nothing(case)} from {words.ranks(case.absent)}" + f", nothing open on {idle}" * bool(idle)
     return case.verdict.undecided(why) if case.absent else None
 
 
@@ -221,6 +223,14 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (nobody_waits, nobody_needs_it, it_may_be
 
 def _hosts(case: Case, standing: Standing) -> list[Host]:
     return [host for host in case.situation.hosts if host.standing is standing]
+
+
+def _nothing(case: Case) -> str:
+    """What an absent rank has not left, by what the others have."""
+    found = case.found
+    if found.stacks and not any(event.calls for event in found.events):
+        return "no stack"
+    return "no record" if found.whole and found.present <= found.whole else "no dump"
 
 
 def _failed(case: Case) -> str:
