@@ -279,3 +279,13 @@ def test_a_rank_that_may_have_left_its_loop_gets_the_advice_for_that_too(what: s
     assert (answer.verdict.cls, answer.verdict.ranks) == (Class.OUTSIDE, (1,))
     assert ("let every member make the call" in answer.verdict.fix) is both
     assert "deadline" in answer.verdict.fix
+
+
+def test_what_an_absent_rank_has_not_left_is_of_the_kind_that_others_left() -> None:
+    stacks = tuple(Stack(rank, "MainThread", (Site("train.py", 9, "main"),)) for rank in (0, 1))
+    ranks = frozenset({0, 1, 2})
+    assert "no stack from rank 2" in diagnose_found(Found("pids", expected=ranks, stacks=stacks)).verdict.say
+    call = Event(0, Kind.COLLECTIVE, "all_reduce", communicator=Communicator((0, 2), "world"))
+    here = frozenset({0, 1})
+    assert "no record from rank 2" in diagnose_found(Found("record", (call,), here, ranks, whole=here)).verdict.say
+    assert "no dump from rank 2" in diagnose_found(Found("dumps", (call,), here, ranks)).verdict.say
