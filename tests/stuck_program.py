@@ -143,6 +143,47 @@ def holds_gil() -> None:
     dist.all_reduce(x)
 
 
+def waits_for_a_helper() -> None:
+    """The last rank waits for a thread of its own that sleeps; a thread that is idle for good is beside it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as idle:
+            idle.submit(int).result()
+            pool.submit(time.sleep, 600).result()
+    dist.all_reduce(x)
+
+
+def serves_with_a_pool() -> None:
+    """The last rank waits for a thread of its own that waits for nothing that comes, beside threads of a pool."""
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Event
+
+    x = train()
+    here()
+    if RANK == SIZE - 1:
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(int).result()
+            pool.submit(Event().wait).result()
+    dist.all_reduce(x)
+
+
+def enters_a_lock() -> None:
+    """The last rank waits for a lock that a thread of its own keeps."""
+    from threading import Lock
+
+    x = train()
+    guard = Lock()
+    here()
+    if RANK == SIZE - 1:
+        guard.acquire()
+        with guard:
+            pass
+    dist.all_reduce(x)
+
+
 def pairs() -> None:
     """Both ranks receive before they send."""
     x = train()

@@ -13,12 +13,14 @@ import pytest
 from kernel.errors import UsageError
 from kernel.record import GraphCall, Kind, Recorder, ring_path
 from rollout.cli import main
+from verify import words
 from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import Diagnosis, diagnose_found
 from verify.hang.text import as_text
-from verify.readers.found import Found, Stack
+from verify.readers.found import LOOK_AGAIN, Found, Stack
 from verify.readers.gather import gather, merge
+from verify.readers.lines import brief
 
 DUMPS = Path(__file__).parent / "data" / "fr"
 H200, MEGATRON = DUMPS / "h200", DUMPS / "megatron16"
@@ -239,7 +241,8 @@ def test_lines_of_the_program_are_quoted_where_they_are_here(tmp_path: Path) -> 
         ("rows = os.read(pipe, 1)", True), ("time.sleep(3600)", True), ("lock.acquire()", True),
         ("data = file.read()", True), ("subprocess.run(command)", True), ("answer = input()", True),
         ("loss.backward()", False), ("dist.broadcast(torch.tensor(file.read()), 0)", False), ("step()", False),
-        ("work.wait()", False),
+        ("work.wait()", False), ("with self.lock:", True), ("with LOCKS[0]: pass", True), ("with context:", False),
+        ("with lock: step()", False),
     ],
 )  # fmt: skip
 def test_a_line_that_blocks_is_outside(line: str, outside: bool, tmp_path: Path) -> None:
@@ -250,6 +253,77 @@ def test_a_line_that_blocks_is_outside(line: str, outside: bool, tmp_path: Path)
     assert (found.code, found.verdict.ranks) == (1, (1,))
     assert (found.verdict.cls is Class.OUTSIDE) is outside
     assert "train.py:1" in found.verdict.say
+
+
+@pytest.mark.parametrize(
+    ("line", "waits", "what"),
+    [
+        ("if KIND == 'sleep': time.sleep(45)", "", "in time.sleep at"),
+        ("if KIND == 'sleep': time.sleep(45)", "hrtimer_nanosleep", "in a sleep at"),
+        ("x = f(subprocess.run(command))", "", "in subprocess.run at"),
+        ("with L: pass", "futex_do_wait", "in a lock, L at"),
+        ("with self.a[0]:  # ours", "futex_wait_queue", "in a lock, self.a[0] at"),
+        ("with L: dist.all_reduce(x)", "futex_do_wait", ""),
+        ("with L:", "do_epoll_wait", ""),
+        ("x = f()", "futex_do_wait", ""),
+    ],
+)
+def test_what_keeps_a_rank_is_named_not_quoted(line: str, waits: str, what: str, tmp_path: Path) -> None:
+    """The line's source stands below; a report says which function, or lock, or wait of the kernel it is."""
+    program = tmp_path / "train.py"
+    program.write_text(f"{line}\n")
+    kernel = (Site("[kernel]", 0, waits),) if waits else ()
+    found = with_stacks("missing_member", r1=(*kernel, Site(str(program), 1, "load")))
+    assert (found.verdict.cls is Class.OUTSIDE) is bool(what)
+    assert what in found.verdict.say
+    assert line not in found.verdict.say
+
+
+def test_an_undecided_report_says_what_would_decide_it() -> None:
+    """No advice of a class that is not decided."""
+    answer = diagnose_found(gather([H200 / "crossed_same_stream_graph"]))
+    assert (answer.verdict.certainty, answer.verdict.fix) == (Certainty.UNDECIDED, words.DECIDE)
+
+
+def test_what_is_certain_does_not_ask_to_look_again() -> None:
+    line = f"record: rank 0: moved 1.0 s ago: {LOOK_AGAIN}"
+    found = gather([H200 / "op_mismatch"])
+    certain = diagnose_found(replace(found, unknown=(*found.unknown, line)))
+    assert certain.verdict.certainty is Certainty.CERTAIN
+    assert line not in certain.unknown
+    found = gather([H200 / "crossed_same_stream_graph"])
+    undecided = diagnose_found(replace(found, unknown=(*found.unknown, line)))
+    assert line in undecided.unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("RuntimeError: [/a/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:58. This is\ntypically",
+         "RuntimeError: Connection closed by peer"),
+        ("ValueError: bad batch", "ValueError: bad batch"),
+        ("E: " + "x" * 100, "E: " + "x" * 65 + ".."),
+    ],
+)  # fmt: skip
+def test_an_exception_in_one_line(text: str, said: str) -> None:
+    assert brief(text) == said
+
+
+@pytest.mark.parametrize(
+    ("inner", "what"),
+    [
+        ([("lock_PyThread_acquire_lock", "libpython3.11.so.1.0")], "a lock"),
+        ([("lock_PyThread_acquire_lock", "python3.11"), ("Queue.get", "lib/python3.11/queue.py")], "Queue.get"),
+        ([("time_sleep", "libpython3.11.so.1.0")], "time_sleep"),
+    ],
+)
+def test_an_address_is_no_name(inner: list[tuple[str, str]], what: str) -> None:
+    """py-spy --native shows what it finds no symbol for by its address."""
+    below = [("0x7f749cca3f16", "libc.so.6"), ("0x7f749ccaed90", "libc.so.6"), *inner]
+    frames = (*(Site(file, 0, name) for name, file in below), Site("train.py", 12, "main"))
+    found = with_stacks("missing_member", r1=frames)
+    assert found.verdict.cls is Class.OUTSIDE
+    assert f"in {what} at train.py:12" in found.verdict.say
 
 
 def test_arguments_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

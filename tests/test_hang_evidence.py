@@ -14,7 +14,12 @@ import pytest
 from kernel.errors import UsageError
 from kernel.journal import Journal
 from kernel.record import Recorder, ring_path
+from verify import words
+from verify.blame import Class
+from verify.events import Communicator, Event, Kind, Site
 from verify.hang import main
+from verify.hang.diagnosis import diagnose_found
+from verify.readers.found import Found, Stack
 
 DATA = Path(__file__).parent / "data"
 DUMPS = DATA / "fr" / "h200" / "missing_member"
@@ -198,6 +203,28 @@ def test_a_traceback_in_the_log_of_a_rank_explains_why_it_is_not_there(
     assert "KeyError" in found["say"]
 
 
+def test_logs_alone_of_ranks_that_failed_after_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What gloo's ranks write when one of them raises: the others lose their connection to it."""
+    library = '  File "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9, in all_reduce\n'
+    lost = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:58{0}. Check.\n"
+    for rank in range(4):
+        text = 'Traceback (most recent call last):\n  File "dies.py", line 6, in train\n'
+        text += "ValueError: bad batch at step 7\n" if rank == 2 else library + lost.format(rank)
+        (tmp_path / f"rank{rank}.log").write_text(text)
+    code, out = hang(capsys, "--json", tmp_path)
+    found = json.loads(out)
+    assert (code, found["class"], found["certainty"], found["ranks"]) == (1, "exception", "conditional", [2])
+    assert "Rank 2 left by ValueError: bad batch at step 7 at dies.py:6 in train" in found["say"]
+    assert "ranks 0, 1 and 3 failed after that: RuntimeError: Connection closed by peer." in found["say"]
+    # Without anybody that failed after it, nobody is known to wait for it.
+    for rank in (0, 1, 3):
+        (tmp_path / f"rank{rank}.log").write_text("step 7\n")
+    code, out = hang(capsys, "--json", tmp_path)
+    assert (code, json.loads(out)["certainty"]) == (3, "undecided")
+
+
 def test_a_log_that_holds_lines_of_several_kinds_is_read_for_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,3 +240,52 @@ def test_a_log_that_holds_lines_of_several_kinds_is_read_for_each(
     found = json.loads(out)
     assert (code, found["class"], found["ranks"]) == (1, "exception", [1])
     assert "all_reduce (call 2 on 0xfeed)" in found["say"]
+
+
+def test_calls_of_groups_with_one_known_member_are_no_fault_below() -> None:
+    """gloo's dumps do not list members: two ranks that cross at the first use of two groups are each alone in one."""
+    events = tuple(
+        Event(rank, Kind.COLLECTIVE, "all_reduce", medium="gloo", communicator=Communicator((rank,), str(rank + 1)))
+        for rank in (0, 1)
+    )
+    both = frozenset({0, 1})
+    answer = diagnose_found(Found("dumps", events=events, present=both, expected=both))
+    assert (answer.code, answer.verdict.cls, answer.verdict.ranks) == (3, Class.NONE, ())
+    assert "rank 0 waits in all_reduce (call 1 on 1)" in answer.verdict.say
+    assert "they wait in a ring" in answer.verdict.say
+    assert answer.verdict.fix == words.DECIDE
+
+
+@pytest.mark.parametrize(("lines", "odd"), [([9, 9, 11], 2), ([9, 11, 11], 0), ([9, 11], None), ([9, 9, 11, 11], None)])
+def test_the_odd_one_of_stacks_alone_is_named(lines: list[int], odd: int | None) -> None:
+    torch = Site("/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce")
+    stacks = tuple(
+        Stack(rank, "MainThread", (torch, Site("train.py", line, "main"))) for rank, line in enumerate(lines)
+    )
+    answer = diagnose_found(Found("stacks", expected=frozenset(range(len(lines))), stacks=stacks))
+    assert (answer.code, answer.verdict.ranks) == (3, ())
+    assert ("is the odd one" in answer.verdict.say) is (odd is not None)
+    assert odd is None or f"rank {odd} is the odd one" in answer.verdict.say
+
+
+@pytest.mark.parametrize(("what", "both"), [("Event.wait", True), ("Queue.get", True), ("Socket.send", False)])
+def test_a_rank_that_may_have_left_its_loop_gets_the_advice_for_that_too(what: str, both: bool) -> None:
+    group = Communicator((0, 1), "world")
+    call = Event(0, Kind.COLLECTIVE, "all_reduce", communicator=group)
+    frames = (Site("/lib/python3.11/site-packages/x.py", 1, what), Site("train.py", 30, "main"))
+    ranks = frozenset({0, 1})
+    found = Found("both", (call,), ranks, ranks, (Stack(1, "MainThread", frames),), whole=ranks)
+    answer = diagnose_found(found)
+    assert (answer.verdict.cls, answer.verdict.ranks) == (Class.OUTSIDE, (1,))
+    assert ("let every member make the call" in answer.verdict.fix) is both
+    assert "deadline" in answer.verdict.fix
+
+
+def test_what_an_absent_rank_has_not_left_is_of_the_kind_that_others_left() -> None:
+    stacks = tuple(Stack(rank, "MainThread", (Site("train.py", 9, "main"),)) for rank in (0, 1))
+    ranks = frozenset({0, 1, 2})
+    assert "no stack from rank 2" in diagnose_found(Found("pids", expected=ranks, stacks=stacks)).verdict.say
+    call = Event(0, Kind.COLLECTIVE, "all_reduce", communicator=Communicator((0, 2), "world"))
+    here = frozenset({0, 1})
+    assert "no record from rank 2" in diagnose_found(Found("record", (call,), here, ranks, whole=here)).verdict.say
+    assert "no dump from rank 2" in diagnose_found(Found("dumps", (call,), here, ranks)).verdict.say

@@ -303,6 +303,18 @@ def test_stacks_of_a_rank_that_reads_a_file(tmp_path: Path) -> None:
 
 
 @SPY
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_rank_that_enters_a_lock(tmp_path: Path, recorded: bool) -> None:
+    with Job(tmp_path, "enters_a_lock", recorded=recorded) as job:
+        if recorded:
+            first(job)
+        job.until(lambda: job.stands(1, "futex"))
+        answer = job.hang()
+        assert answer.verdict == (1, "outside", "certain" if recorded else "conditional", [1])
+        assert "in a lock, guard at" in answer.say
+
+
+@SPY
 def test_stacks_of_a_rank_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
     with Job(tmp_path, "holds_gil", recorded=False) as job:
         first(job)

@@ -74,8 +74,9 @@ def test_a_rank_that_died_is_told(tmp_path: Path) -> None:
         assert report["class"] in ("missing", "exception")
 
 
-def test_a_rank_that_left_the_loop_and_lives_is_told(tmp_path: Path) -> None:
-    with Job(tmp_path, "serves") as job:
+@pytest.mark.parametrize("scene", ["serves", "serves_with_a_pool"])
+def test_a_rank_that_left_the_loop_and_lives_is_told(tmp_path: Path, scene: str) -> None:
+    with Job(tmp_path, scene) as job:
         first(job)
         job.until(lambda: job.stands(1, "futex"))
         code, report = told(job)
@@ -83,9 +84,9 @@ def test_a_rank_that_left_the_loop_and_lives_is_told(tmp_path: Path) -> None:
         assert "call 4 on default_pg" in report["say"]
 
 
-@pytest.fixture(params=["missing", "returns_alive", "reads", "holds_gil"])
+@pytest.fixture(params=["missing", "returns_alive", "reads", "holds_gil", "waits_for_a_helper"])
 def slow(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
-    """A job whose last rank computes, sleeps, reads a pipe, or is in C code: any of them may yet come."""
+    """A job whose last rank computes, sleeps, reads a pipe, is in C code or waits for its own thread: it may come."""
     with Job(tmp_path, request.param) as job:
         first(job)
         yield job

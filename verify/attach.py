@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from kernel.errors import UsageError
 from kernel.record import read
 from verify import words
 from verify.events import Confidence, Event, Kind, Site, State
+from verify.lineage import is_python, only_ranks
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
 from verify.readers.jobs import of_one_job, refuse_two
@@ -43,18 +45,22 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
 
     The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
-    read too. A pid that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice.
-    Records are read after that, so that a rank that has moved since is seen to have; and where one moved less than
-    patience_s ago, again when it should have been silent for so long.
+    read too. Wrappers, launchers and workers of ranks that are given as well are left out (`verify.lineage`). A pid
+    that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice. Records are read
+    after that, so that a rank that has moved since is seen to have; and where one moved less than patience_s ago, again
+    when it should have been silent for so long.
     Raises UsageError, one line, for pids that are no processes, or where nothing at all may be read.
     """
     pids = list(dict.fromkeys(pids))
     here = [pid for pid in pids if runs(pid)]
     gone = [pid for pid in pids if pid not in here]
     if gone and not here:
-        what = f"pid {gone[0]}: no such process on this host"
+        which = f"pid {gone[0]}" + (f" and {len(gone) - 1} more" if len(gone) > 1 else "")
+        what = f"{which}: no such process on this host, or gone since"
         raise UsageError(f"{what}: give the pids of ranks that run, or the directory of their record")
     unknown: list[str] = []
+    here = only_ranks(here, {pid: rank_of(pid) for pid in here}, [pid for pid in here if _keeps_a_record(pid)])
+    pids = [*here, *gone]
     worlds: set[int] = set()
     ranks: dict[int, int | None] = {}
     paths: dict[int, list[Path]] = {pid: ring_paths(pid) for pid in here}
@@ -160,6 +166,21 @@ def ring_paths(pid: int) -> list[Path]:
     return list(found)
 
 
+def _keeps_a_record(pid: int) -> bool:
+    """Whether a ring that it has mapped is its own: those that it forks have it mapped as well."""
+    for path in ring_paths(pid):
+        with suppress(UsageError):
+            if read(path).pid in (pid, _inside(pid)):
+                return True
+    return False
+
+
+def _inside(pid: int) -> int:
+    """The number of a process in the container in which it runs, where that has numbers of its own."""
+    line = re.search(r"^NSpid:.*?(\d+)$", _read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    return int(line[1]) if line else pid
+
+
 def environment(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty where it may not be read."""
     try:
@@ -233,6 +254,10 @@ def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], l
         return _proc_stacks(pid, rank), [f"pid {pid}: py-spy had not answered after {SPY_TIMEOUT_S:.0f} s"]
     except OSError as error:
         return _proc_stacks(pid, rank), [f"pid {pid}: py-spy does not run ({error.strerror})"]
+    if run.returncode and not runs(pid):
+        return [], [f"pid {pid}: gone: it ended while it was looked at"]
+    if run.returncode and is_python(pid) is False:
+        return _proc_stacks(pid, rank), [f"pid {pid}: not a Python process: give the pid of the rank that it runs"]
     if run.returncode or len(run.stdout) > MOST_OUTPUT:
         lines = run.stderr.decode(errors="replace").strip().splitlines()
         said = lines[0].removeprefix("Error: ")[:160] if lines else f"exit code {run.returncode}"

@@ -38,6 +38,16 @@ LATE = (
 """What to do about a rank that may yet come."""
 
 
+THROUGH = (
+    "Look at what the rank is blocked in, and give it a deadline; if it is through with its loop and waits for more to"
+    " do, it left early: let every member make the call, with nothing to contribute if need be."
+)
+"""What to do about a rank that is blocked in a wait that may be its idle one."""
+DECIDE = (
+    "Look again after a while, and add what is not here: stacks of all ranks (turnstile hang --pid on their host, or"
+    " py-spy dump), dumps of all ranks, or a record (turnstile.record.install) of the next run."
+)
+"""What to do where the evidence does not suffice."""
 LAUNCHER = (
     "Look at why the launcher ended: its exit code, what its terminal shows, and the kernel's log (dmesg) for the OOM"
     " killer. Finished turns are kept: go on with --resume."

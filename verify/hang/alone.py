@@ -44,11 +44,11 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     others = {rank: place for rank, place in where.items() if rank not in calling and rank not in gone}
     names = {(place.what, place.site) for place in calling.values()}
     if not others and not gone:
-        why = f"{_standing(calling)}; whether these calls meet, stacks do not show: {NEEDED}"
+        why = f"{_standing(calling)}{_alone(calling)}; whether these calls meet, stacks do not show: {NEEDED}"
         return Verdict(Class.NONE).undecided(why)
     if len(names) > 1:
         more = f"; {_elsewhere(others)}" if others else f"; {words.ranks(gone)} left" if gone else ""
-        why = f"{_standing(calling)}{more}; which group each call is of, stacks do not show: {NEEDED}"
+        why = f"{_standing(calling)}{more}{_alone(calling)}; which group each call is of, stacks do not show: {NEEDED}"
         return Verdict(Class.NONE).undecided(why)
     call = next(iter(calling.values()))
     waiting = f"{words.ranks(calling).capitalize()} wait{'s' * (len(calling) == 1)} in {call.what} at {call.site}"
@@ -112,6 +112,15 @@ def _standing(calling: dict[int, Place]) -> str:
         lines.setdefault(f"in {place.what} at {place.site}", []).append(rank)
     told = [f"{words.ranks(ranks)} {'stands' if len(ranks) == 1 else 'stand'} {line}" for line, ranks in lines.items()]
     return ", ".join(told[:3]) + (f" and {len(told) - 3} places more" if len(told) > 3 else "")
+
+
+def _alone(calling: dict[int, Place]) -> str:
+    """The one rank that stands apart where all others stand at one place: where to look first, and no proof."""
+    lines: dict[tuple[str, object], list[int]] = {}
+    for rank, place in calling.items():
+        lines.setdefault((place.what, place.site), []).append(rank)
+    few, most = sorted(lines.values(), key=len)[:: len(lines) - 1] if len(lines) == 2 else ([], [])
+    return f"; rank {few[0]} is the odd one: look there first" if len(few) == 1 < len(most) else ""
 
 
 def _elsewhere(others: dict[int, Place]) -> str:

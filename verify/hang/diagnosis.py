@@ -18,7 +18,7 @@ from verify.hang.doubts import weighed
 from verify.hang.findings import FINDINGS
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Situation
-from verify.readers.found import ENDED
+from verify.readers.found import ENDED, LOOK_AGAIN
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -75,12 +75,16 @@ def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
         case = finding(case) or case
     verdict = _placed(weighed(case), case)
     dark = frozenset(case.everybody) - found.present
-    return Diagnosis(verdict, found.source, _unknown(case), case.where, case.situation, case.graph, case.core, dark)
+    unknown = _unknown(case, verdict)
+    return Diagnosis(verdict, found.source, unknown, case.where, case.situation, case.graph, case.core, dark)
 
 
-def _unknown(case: Case) -> tuple[str, ...]:
+def _unknown(case: Case, verdict: Verdict) -> tuple[str, ...]:
     """What could not be told, a line each."""
     unknown = [*case.found.unknown]
+    if verdict.certainty is Certainty.CERTAIN and verdict.cls is not Class.NONE:
+        # What is certain stays so, however lately somebody moved.
+        unknown = [line for line in unknown if not line.endswith(LOOK_AGAIN)]
     if case.absent:
         unknown.insert(0, f"no dump, log or stack from {words.ranks(case.absent)}")
     unclear = [place for place in case.where.values() if place.at is At.UNCLEAR and place.rank not in case.known]

@@ -5,6 +5,7 @@ A doubt gives the verdict that is left of the one it is asked about, or None whe
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from verify.hang.case import Case
-    from verify.matching import Host
+    from verify.matching import Host, Meeting
 
     Doubt = Callable[[Case], Verdict | None]
+
+
+IDLE_WAIT: Final = re.compile(
+    r"(^|\.)(wait|wait_for|get|join|_wait_for_tstate_lock|result|select|poll|accept|pause|sleep|time_sleep|serve_forever|"
+    r"run_forever)$|^a sleep$"
+)
+"""What a process that has nothing to do is in, by the name of the function."""
 
 
 def weighed(case: Case) -> Verdict:
@@ -34,8 +42,10 @@ def weighed(case: Case) -> Verdict:
     verdict = next((left for doubt in doubts if (left := doubt(case)) is not None), verdict)
     for condition in CONDITIONS:
         verdict = condition(replace(case, verdict=verdict)) or verdict
-    # What is not decided blames nobody.
-    return replace(verdict, ranks=()) if verdict.certainty is Certainty.UNDECIDED else verdict
+    if verdict.certainty is not Certainty.UNDECIDED:
+        return verdict
+    # What is not decided blames nobody, and what to do about it is to find out.
+    return replace(verdict, ranks=(), fix=words.DECIDE if verdict.fix else "")
 
 
 # -- a member that never arrived, and of which nothing is known ------------------------------------------------------
@@ -50,7 +60,7 @@ def its_call_may_be_lost(case: Case) -> Verdict | None:
 
 def its_dump_is_absent(case: Case) -> Verdict | None:
     """It may have made the call."""
-    return _undecided(case.verdict, f"no dump from {words.ranks(case.absent)}") if case.absent else None
+    return _undecided(case.verdict, f"{_nothing(case)} from {words.ranks(case.absent)}") if case.absent else None
 
 
 def it_may_yet_come(case: Case) -> Verdict | None:
@@ -67,6 +77,27 @@ def it_may_go_on(case: Case) -> Verdict | None:
     lively = case.found.lively
     why = f"{words.ranks(lively)} moved a moment ago, so that nothing may be stuck"
     return _undecided(case.verdict, why) if lively else None
+
+
+def its_members_are_not_known(case: Case) -> Verdict | None:
+    """Calls of a group of which the evidence knows one rank only, by that rank's calls: who else is in it, and waits
+    elsewhere, it does not tell. Where several ranks wait so, each may lack another one: a ring, perhaps.
+    """
+    alone: dict[int, Meeting] = {}
+    for meeting in case.situation.meetings.values():
+        ranks = {seat[0] for seat in meeting.seats}
+        if meeting.key[0].kind == "collective" and len(ranks) == 1 and any(
+            not launch.done for launch, _ in meeting.arrived.values()
+        ):  # fmt: skip
+            alone.setdefault(next(iter(ranks)), meeting)
+    if not alone or len(case.everybody) < 2 or any(rank in case.found.whole for rank in alone):
+        return None
+    told = "; ".join(f"rank {rank} waits in {words.operation(meeting)}" for rank, meeting in sorted(alone.items())[:3])
+    more = "which others belong to that group is" if len(alone) == 1 else "which others belong to these groups is"
+    why = f"{told}; {more} not in the evidence"
+    if len(alone) > 1:
+        why += f": if each of {words.ranks(alone)} belongs to the group in which another one waits, they wait in a ring"
+    return replace(case.verdict, cls=Class.NONE, chain=(), fix=words.DECIDE).undecided(why)
 
 
 def not_every_wait_is_recorded(case: Case) -> Verdict | None:
@@ -86,7 +117,7 @@ def not_every_wait_is_recorded(case: Case) -> Verdict | None:
 def a_dump_is_absent(case: Case) -> Verdict | None:
     """Whoever left none may be what the others wait for."""
     idle = words.ranks(case.found.present) if case.found.present else ""
-    why = f"no dump from {words.ranks(case.absent)}" + f", nothing open on {idle}" * bool(idle)
+    why = f"{_nothing(case)} from {words.ranks(case.absent)}" + f", nothing open on {idle}" * bool(idle)
     return case.verdict.undecided(why) if case.absent else None
 
 
@@ -142,7 +173,7 @@ def calls_failed(case: Case) -> Verdict | None:
 DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
     Class.MISSING: (its_call_may_be_lost, its_dump_is_absent, it_may_yet_come),
     Class.DEVICE_STALL: (it_may_go_on,),
-    Class.BELOW: (it_may_go_on, not_every_wait_is_recorded),
+    Class.BELOW: (it_may_go_on, its_members_are_not_known, not_every_wait_is_recorded),
     Class.NONE: (
         a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
         ranks_do_something_else, no_call_is_in_it, calls_failed,
@@ -212,7 +243,16 @@ def it_may_be_late(case: Case) -> Verdict | None:
     return replace(verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE)
 
 
-CONDITIONS: Final[tuple[Doubt, ...]] = (nobody_waits, nobody_needs_it, it_may_be_late)
+def it_may_be_through(case: Case) -> Verdict | None:
+    """A rank that waits for an event, a queue or the clock may have left its loop: then that is the fault."""
+    verdict = case.verdict
+    if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
+        return None
+    waits = any(rank in case.where and IDLE_WAIT.search(case.where[rank].what) for rank in verdict.ranks)
+    return replace(verdict, fix=words.THROUGH) if waits else None
+
+
+CONDITIONS: Final[tuple[Doubt, ...]] = (nobody_waits, nobody_needs_it, it_may_be_late, it_may_be_through)
 """Each is asked, in this order, about what the ones before it left."""
 
 
@@ -221,6 +261,14 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (nobody_waits, nobody_needs_it, it_may_be
 
 def _hosts(case: Case, standing: Standing) -> list[Host]:
     return [host for host in case.situation.hosts if host.standing is standing]
+
+
+def _nothing(case: Case) -> str:
+    """What an absent rank has not left, by what the others have."""
+    found = case.found
+    if found.stacks and not any(event.calls for event in found.events):
+        return "no stack"
+    return "no record" if found.whole and found.present <= found.whole else "no dump"
 
 
 def _failed(case: Case) -> str:

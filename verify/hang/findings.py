@@ -17,6 +17,7 @@ from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.stacks import At, for_anybody, standings
 from verify.matching import Standing
+from verify.readers.found import AFTER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,8 +101,31 @@ def any_sender_will_do(case: Case) -> Case | None:
     return replace(case, verdict=found)
 
 
+def others_failed_after_it(case: Case) -> Case | None:
+    """Logs without a call: ranks raised what comes of another one's end, and one raised something of its own."""
+    raised = sorted(
+        (host for host in case.situation.hosts if host.standing is Standing.RAISED), key=lambda host: host.rank
+    )
+    after = {rank: text.removeprefix(AFTER) for rank, text in case.found.remarks if text.startswith(AFTER)}
+    ranks = tuple(sorted({host.rank for host in raised}))
+    followers = sorted(after.keys() - set(ranks))
+    if case.verdict.cls is not Class.NONE or not raised or not followers:
+        return None
+    if any(event.calls for event in case.found.events):
+        return None
+    chain = [f"rank {host.rank} left by {host.event.operation}{words.at(host.event)}" for host in raised if host.event]
+    then = f"{words.ranks(followers)} failed after that: {after[followers[0]]}"
+    say = f"{'; '.join(chain[:3])}, and {then}."
+    found = Verdict(
+        Class.EXCEPTION, Certainty.CONDITIONAL, ranks=ranks, chain=(*chain, then), say=say[0].upper() + say[1:],
+        fix=words.FIXES["exception"], condition=f"it is {words.ranks(ranks)} that {words.ranks(followers)} lost",
+    )  # fmt: skip
+    return replace(case, verdict=found)
+
+
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     sizes_that_cannot_fit,
+    others_failed_after_it,
     the_launcher_ended,
     any_sender_will_do,
     what_stacks_show,

@@ -46,7 +46,7 @@ class Place:
 
 
 LIBRARY: Final = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+|kernel/comm/tap)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$"
+    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+|kernel/comm/tap)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$|(^|/)python3?(\.\d+)?$"
 )
 STORE: Final = re.compile(r"(TCP|File|Hash|Prefix|UvTCP)?Store\w*::(wait|doWait|get|doGet)\b|^_store_based_barrier$")
 DEVICE: Final = re.compile(
@@ -80,6 +80,16 @@ LINE: Final = (
     ),
 )
 """Calls into C that leave no frame, as a line of the program shows them."""
+CALL: Final = re.compile(
+    r"(?:[A-Za-z_][\w.]*\.)?(?:sleep|input|flock|fsync|select|read|write|open|waitpid|readline|readlines|readinto|recv|"
+    r"recv_into|accept|connect|acquire|communicate|(?<=subprocess\.)\w+)(?=\s*\()"
+)
+"""The name of the function that such a line of `At.OUTSIDE` calls."""
+LOCK: Final = re.compile(r"^(lock_)?PyThread_acquire_lock|^acquire_timed$|^rlock_acquire|^_?PyMutex_Lock")
+"""Frames of C in which the interpreter waits for a lock of the program."""
+WITH: Final = re.compile(r"^with\s+(?P<name>[\w.\[\]'\"]+)\s*:\s*(pass\b|\.\.\.)?\s*(#.*)?$")
+"""Entering what a name stands for: where that is in C and leaves no frame, the thread waits in the entering itself."""
+LOCKLIKE: Final = re.compile(r"(lock|mutex|semaphore)s?\b|\bsem\b", re.IGNORECASE)
 KERNEL: Final = "[kernel]"
 """The file of a frame that says where Linux keeps the thread (/proc/PID/wchan)."""
 AWAKE: Final = frozenset({"running", "0", ""})
@@ -145,12 +155,31 @@ def _place(rank: int, stack: Stack) -> Place:
     if inner and INTERNAL_FILES.search(inner[0].file):
         return Place(rank, At.COLLECTIVE, inner[0].function or str(inner[0]), site)
     if inner and inner[0].file != KERNEL:
-        return Place(rank, At.OUTSIDE, waits or inner[0].function or str(inner[0]), site)
+        return Place(rank, At.OUTSIDE, waits or _function(inner), site)
     line = source_line(site)
+    if (entered := WITH.search(line)) and (LOCKLIKE.search(entered["name"]) or _futex(stack)):
+        return Place(rank, At.OUTSIDE, f"a lock, {entered['name']}", site)
     at = next((at for at, pattern in LINE if pattern.search(line)), At.UNCLEAR)
     if at is At.UNCLEAR and waits:
         return Place(rank, At.OUTSIDE, waits, site)
+    if at is At.OUTSIDE:
+        called = CALL.search(line)
+        return Place(rank, at, waits or (called[0] if called else site.function), site)
     return Place(rank, at, line if at is not At.UNCLEAR else site.function, site)
+
+
+def _function(inner: Sequence[Site]) -> str:
+    """What a thread is in, of the frames below the program's: the first with a name, or a lock."""
+    named = [frame for frame in inner if frame.function and not frame.function.startswith("0x")]
+    if any(LOCK.search(frame.function) for frame in named):
+        # What Python itself builds on locks, as a queue, says more.
+        return next((frame.function for frame in named if frame.file.endswith(".py")), "a lock")
+    return named[0].function if named else str(inner[0])
+
+
+def _futex(stack: Stack) -> bool:
+    """Whether Linux says that a thread waits for another one of its process."""
+    return any(frame.file == KERNEL and frame.function.startswith("futex") for frame in stack.frames)
 
 
 def _kernel(stack: Stack) -> str:

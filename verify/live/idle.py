@@ -5,8 +5,9 @@ program writes, for a request. None of that is a fault. It is idle, and stays so
 
 - its main thread has not run once (the kernel counts how often it was switched to) and waits for another thread of the
   process, in a futex without a timeout that would have woken it;
-- no other thread of it could be waiting for something from outside: those that wait for input are those of torch and
-  gloo themselves, by their names, and none waits for a disk;
+- no other thread of it could be waiting for something from outside, or for the clock: one that sleeps may be what the
+  main thread waits for. Threads of torch, its backends and this record wait so for ever, look at what other ranks do,
+  and are known by their names (a thread of Python that the program started is not among them). None waits for a disk;
 - it uses next to no processor time, has no child that could work for it, and nothing was recorded.
 
 Where the system does not tell one of these, nothing is concluded.
@@ -20,18 +21,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from verify.live.timed import timed
+
 BUSY: Final = 0.05
 """Share of one processor that a process with a few threads that only tick may use."""
 INPUT: Final = (
     "poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait",
 )  # fmt: skip
 """What the name of the kernel's function has in which a thread waits for something from outside of its process."""
-OURS: Final = ("pt_", "gloo", "c10", "nccl", "cuda", "ProcessGroup")
-"""How the names of the threads begin that torch and its backends start, and that wait for other ranks only."""
+OURS: Final = ("pt_", "gloo", "c10", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
+"""How the names of the threads begin that torch, its backends and the record start, and that wait for other ranks only.
 
-
-FUTEX: Final = ("202", "98")
-"""The number of the system call on x86-64 and on arm64."""
+All of them tick: gloo's loop every 10 ms, torch's watchdogs and the record's thread several times a second."""
 
 
 class Sample(NamedTuple):
@@ -72,11 +73,7 @@ def _locked(task: Path) -> bool:
     """Whether a thread waits for another one of its process, for however long that takes."""
     if not _waits(task).startswith("futex"):
         return False
-    try:
-        number, *arguments = (task / "syscall").read_text().split()
-    except OSError:  # the system may keep that to whoever may debug the process
-        return True
-    return number in FUTEX and len(arguments) > 3 and int(arguments[3], 16) == 0
+    return timed(task) is False
 
 
 def _children(tasks: Path) -> bool:
@@ -84,16 +81,19 @@ def _children(tasks: Path) -> bool:
 
 
 def _harmless(task: Path) -> bool:
-    """Whether another thread is not at work, and waits for nothing from outside of the job."""
+    """Whether another thread is not at work, and waits neither for the clock nor for what is outside of the job."""
     try:
         name = (task / "comm").read_text(errors="replace").strip()
         state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         where = _waits(task)
+        limited = timed(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return True
     if state == "R" or name.startswith(OURS):  # what runs uses processor time, which is counted
         return state in "SR"
-    return state == "S" and (where.startswith("futex") or (bool(where) and not any(word in where for word in INPUT)))
+    if state != "S" or limited is not False:
+        return False
+    return where.startswith("futex") or (bool(where) and not any(word in where for word in INPUT))
 
 
 class Idle:

@@ -21,6 +21,11 @@ class Damaged(UsageError):
 ENDED = "one of its threads is gone: "
 """How a remark begins that is told of any rank, as it may be the cause though another rank is blamed."""
 
+LOOK_AGAIN = "look again before believing that it is stuck"
+"""How a line of `unknown` ends that is about a rank that moved a moment ago."""
+AFTER = "it failed after another one: "
+"""How a remark begins of a rank that raised what comes of another one's end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:

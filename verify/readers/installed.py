@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Final
 from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
-from verify.readers.found import ENDED, Found, waits_for_nothing
+from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
+from verify.readers.lines import brief
 from verify.readers.record import alive
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def of_rings(
             if item is not None and _consequence(rank, item, ranks):
                 # What it was in says more than that it gave up.
                 who = each.ring.called(thread)
-                unknown.append(f"{source}: rank {rank}: {who}left because of another one: {item.failed[:200]}")
+                unknown.append(f"{source}: rank {rank}: {who}left because of another one: {brief(item.failed)}")
                 item.done = False
                 each.ring.waits[thread] = item.number
                 consequence |= thread == 0
@@ -133,7 +134,7 @@ def of_rings(
                 lively.add(rank)
                 did = "moved" if each.ring.newest is not None else "began"
                 told = f"{source}: rank {rank}: {did} {each.age_s:.1f} s ago"
-                unknown.append(f"{told}: look again before believing that it is stuck")
+                unknown.append(f"{told}: {LOOK_AGAIN}")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]
         remarks += [(rank, text) for text in (*each.ended, *each.ring.remarks, *each.remarks)]

@@ -141,3 +141,14 @@ def _open(what: str, path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def brief(text: str, most: int = 70) -> str:
+    """What an exception says, in one line: its first sentence, without the line of the library and the peer's port.
+
+    `RuntimeError: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:5851. This is ..`
+    becomes `RuntimeError: Connection closed by peer`.
+    """
+    text = re.sub(r"\[/[^\]]*\]\s*", "", " ".join(text.split()))
+    text = re.sub(r"\s*\[[\da-fA-F.:]+\]:\d+", "", text).split(". ")[0].rstrip(". ")
+    return text if len(text) <= most else f"{text[: most - 2]}.."

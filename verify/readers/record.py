@@ -30,7 +30,7 @@ from kernel.record.foreign import PROGRAM
 from kernel.record.layout import MAGIC, ORPHANED
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
-from verify.readers.found import Found
+from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
 from verify.runs import has_rings
 
@@ -419,7 +419,7 @@ class Ring:
             return True
         age = time.monotonic_ns() - self.newest_ns
         if 0 <= age < self._patience_ns:
-            self.unknown.append(f"moved {age / 1e9:.1f} s ago: look again before believing that it is stuck")
+            self.unknown.append(f"moved {age / 1e9:.1f} s ago: {LOOK_AGAIN}")
             return False
         return True
 

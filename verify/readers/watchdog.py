@@ -16,9 +16,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from verify.events import Communicator, Confidence, Event, Kind, State
-from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, file_lines, holds, named, rank_in, rank_of_file, unusable
+from verify.events import Communicator, Confidence, Event, Kind, Site, State
+from verify.readers.found import AFTER, Found, nothing_open
+from verify.readers.lines import MOST, brief, file_lines, holds, named, rank_in, rank_of_file, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +55,8 @@ _OPERATIONS: Final = {
 }
 _PREFIX = re.compile(r"^\s*\[(?:rank|default)\s?\d{1,7}\]:\s?")
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt|Exit))(?P<text>:.*)?$")
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,200})$')
+_LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages|python3\.\d+)/|^<")
 _CONSEQUENCE = re.compile(r"DistBackendError|DistNetworkError|NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
 
 
@@ -124,11 +126,13 @@ class _Lines:
         self.groups: dict[Name, _Group] = defaultdict(_Group)
         self.at: dict[tuple[int, int], set[Name]] = defaultdict(set)
         """(rank, number) that status lines name -> the groups."""
-        self.raised: dict[int, str] = {}
+        self.raised: dict[int, tuple[str, Site | None]] = {}
+        self.after: dict[int, str] = {}
+        """Ranks that raised what comes of another one's end -> what."""
 
     def take(self, path: Path) -> None:
         """Read one log."""
-        tracing: set[int] = set()
+        tracing: dict[int, Site | None] = {}
         for _, line in file_lines(WHAT, path):
             if self.kept >= MOST:
                 return
@@ -160,17 +164,22 @@ class _Lines:
         self.groups[name].status[rank] = (int(found["enqueued"]), int(found["completed"]))
         self.at[rank, int(found["seq"])].add(name)
 
-    def _trace(self, line: str, rank: int, tracing: set[int]) -> None:
+    def _trace(self, line: str, rank: int, tracing: dict[int, Site | None]) -> None:
+        """A line of a traceback. tracing: ranks in the middle of one -> its last line of the program so far."""
         text = _PREFIX.sub("", line)
         if text.startswith("Traceback (most recent call last)"):
-            tracing.add(rank)
+            tracing[rank] = None
+        elif rank in tracing and (frame := _FRAME.match(text)):
+            if not _LIBRARY.search(frame["file"]):
+                tracing[rank] = Site(frame["file"], int(frame["line"]), frame["function"].strip())
         elif rank in tracing and (found := _EXCEPTION.match(text)):
-            tracing.discard(rank)
+            site = tracing.pop(rank)
             # What a rank raises because others are gone or late is no cause.
             if not _CONSEQUENCE.search(text):
-                self.raised.setdefault(rank, text[:400])
+                self.raised.setdefault(rank, (text[:400], site))
             elif found["type"]:
                 self.kept += 1
+                self.after.setdefault(rank, brief(text))
 
     def found(self, source: str) -> Found:
         """Everything that the lines say."""
@@ -187,8 +196,8 @@ class _Lines:
         for name, group in self.groups.items():
             events += self._events(name, labels[name], group)
         events += [
-            Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED)
-            for rank, text in sorted(self.raised.items())
+            Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED, site=site)
+            for rank, (text, site) in sorted(self.raised.items())
         ]
         unknown = []
         if self.groups:
@@ -211,8 +220,9 @@ class _Lines:
             for rank in self._members(name, group) - group.status.keys() - {rank for rank, _ in group.timeouts}
         )
         return Found(
-            source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent
-        )
+            source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent,
+            remarks=tuple((rank, f"{AFTER}{text}") for rank, text in sorted(self.after.items())),
+        )  # fmt: skip
 
     def _open(self, name: Name, rank: int, seq: int) -> bool:
         """Whether a rank may wait in the call of this number, as far as its status tells."""

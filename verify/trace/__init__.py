@@ -69,7 +69,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
         return 0
     out = Path(options.out) if options.out is not None else run / "trace.json"
     size = write(out, lines)
-    print(f"{out}: {size / 1e6:,.1f} MB, {words.ranks(recordings)}; open it in ui.perfetto.dev or chrome://tracing")
+    print(f"{out}: {_size(size)}, {words.ranks(recordings)}; open it in ui.perfetto.dev or chrome://tracing")
     for line in lacks(recordings):
         print(line)
     return 0
@@ -121,3 +121,8 @@ def lacks(recordings: Mapping[int, Recording]) -> list[str]:
     if not runs.one_clock(recordings.values()):
         found.append("the ranks ran on several hosts: their lanes are as far apart as the hosts' clocks")
     return found
+
+
+def _size(size: int) -> str:
+    """Bytes in a unit that leaves a figure to see."""
+    return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{max(0.1, size / 1e3):,.1f} kB"

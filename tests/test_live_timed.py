@@ -1,0 +1,136 @@
+"""Which waits may end by the clock: real threads that wait, and lines of the system as it prints them."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from verify.live.idle import OURS, _harmless
+from verify.live.timed import timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOO_LONG = 100.0
+"""Seconds that a wait would take; a test ends it long before."""
+TASKS = Path("/proc/self/task")
+
+
+def readable() -> bool:
+    try:
+        return bool((TASKS / str(threading.get_native_id()) / "syscall").read_text())
+    except OSError:
+        return False
+
+
+REAL = pytest.mark.skipif(not readable(), reason="the system does not tell in which call a thread is")
+
+
+class Waiting:
+    """A thread in a wait, which `ends` ends."""
+
+    def __init__(self, wait: Callable[[], Any], ends: Callable[[], Any]) -> None:
+        self._ends, self._thread = ends, threading.Thread(target=wait)
+
+    def __enter__(self) -> Path:
+        before = {int(each.name) for each in TASKS.iterdir()}
+        self._thread.start()
+        task = TASKS / str(self._thread.native_id)
+        assert int(task.name) not in before
+        end = time.monotonic() + 30
+        while (task / "wchan").read_text() in ("0", "") or (task / "syscall").read_text().startswith("running"):
+            assert time.monotonic() < end, "it never waited"
+            time.sleep(0.01)
+        time.sleep(0.1)  # on its way it may have waited for the interpreter lock
+        return task
+
+    def __exit__(self, *_: object) -> None:
+        self._ends()
+        self._thread.join()
+
+
+@REAL
+@pytest.mark.parametrize("limit", [None, TOO_LONG])
+@pytest.mark.parametrize("how", ["event", "queue", "poll", "select", "epoll"])
+def test_real_waits(how: str, limit: float | None) -> None:
+    """The same wait with a time limit and without one."""
+    read, write = os.pipe()
+    event = threading.Event()
+    poll, epoll = select.poll(), select.epoll()
+    poll.register(read, select.POLLIN)
+    epoll.register(read, select.EPOLLIN)
+    waits = {
+        "event": lambda: event.wait(limit),
+        "queue": lambda: lock.acquire(timeout=-1 if limit is None else limit),
+        "poll": lambda: poll.poll(None if limit is None else limit * 1000),
+        "select": lambda: select.select([read], [], [], limit),
+        "epoll": lambda: epoll.poll(limit),
+    }
+    lock = threading.Lock()
+    lock.acquire()
+
+    def ends() -> None:
+        event.set()
+        lock.release()
+        os.write(write, b"x")
+
+    try:
+        with Waiting(waits[how], ends) as task:
+            assert timed(task) is (limit is not None)
+            if how in ("event", "queue"):
+                assert _harmless(task) is (limit is None)
+    finally:
+        epoll.close()
+        os.close(read)
+        os.close(write)
+
+
+@REAL
+def test_a_thread_that_sleeps_may_go_on_by_itself() -> None:
+    with Waiting(lambda: time.sleep(2), lambda: None) as task:
+        assert timed(task) is True
+        assert not _harmless(task)
+
+
+@REAL
+@pytest.mark.parametrize("name", OURS)
+def test_threads_that_tick_for_ever_are_known_by_their_names(name: str) -> None:
+    event = threading.Event()
+    with Waiting(lambda: event.wait(TOO_LONG), event.set) as task:
+        (task / "comm").write_text(f"{name}_x")
+        assert timed(task) is True
+        assert _harmless(task)
+
+
+@pytest.mark.parametrize(
+    ("machine", "line", "answer"),
+    [
+        ("x86_64", "202 0x55 0x189 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", False),
+        ("x86_64", "202 0x55 0x89 0x0 0x7f79829fe960 0x0 0xffffffff 0x7f 0x7f", True),
+        ("x86_64", "232 0x7 0x7f 0x40 0xa 0x0 0x0 0x7f 0x7f", True),
+        ("x86_64", "281 0x3 0x7f 0x400 0xffffffff 0x0 0x8 0x7f 0x7f", False),
+        ("x86_64", "7 0x3 0x1 0xffffffffffffffff 0x0 0x0 0x8 0x7f 0x7f", False),
+        ("x86_64", "230 0x1 0x1 0x7f 0x0 0x0 0x7f 0x7f 0x7f", True),
+        ("x86_64", "0 0x3 0x7f 0x1000 0x7f 0x0 0x7f 0x7f 0x7f", False),
+        ("aarch64", "98 0x55 0x189 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", False),
+        ("aarch64", "98 0x55 0x89 0x0 0x7f 0x0 0xffffffff 0x7f 0x7f", True),
+        ("aarch64", "115 0x1 0x1 0x7f 0x0 0x0 0x7f 0x7f 0x7f", True),
+        ("aarch64", "22 0x3 0x7f 0x400 0xffffffff 0x0 0x8 0x7f 0x7f", False),
+        ("riscv64", "98 0x55 0x189 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", None),
+        ("x86_64", "running", None),
+        ("x86_64", "-1 0x7f 0x7f", None),
+    ],
+)
+def test_lines_of_the_system(machine: str, line: str, answer: bool | None, tmp_path: Path) -> None:
+    (tmp_path / "syscall").write_text(line + "\n")
+    assert timed(tmp_path, machine) is answer
+
+
+def test_what_the_system_does_not_tell_is_not_known(tmp_path: Path) -> None:
+    assert timed(tmp_path) is None

@@ -1,0 +1,59 @@
+"""Whether a thread's wait may end by the clock, from the system call in which it stands (/proc/PID/task/TID/syscall).
+
+The file holds the number of the call, its six arguments, the stack pointer and the program counter, in hexadecimal but
+for the first (proc(5)). A wait has a time limit where the argument that says so is a pointer to a time that is not
+null, or a number of milliseconds that is not negative.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ALWAYS: Final = -1
+"""In place of an argument: the call itself is a wait for the clock."""
+
+# Name of the call -> the argument that holds the limit; a name with `_ms` takes milliseconds, all others a pointer.
+_LIMIT: Final = {
+    "futex": 3, "futex_waitv": 3, "nanosleep": ALWAYS, "clock_nanosleep": ALWAYS, "restart_syscall": ALWAYS,
+    "poll_ms": 2, "ppoll": 2, "select": 4, "pselect6": 4, "epoll_wait_ms": 3, "epoll_pwait_ms": 3, "epoll_pwait2": 3,
+    "rt_sigtimedwait": 2, "semtimedop": 3, "mq_timedreceive": 4, "mq_timedsend": 4, "io_getevents": 4,
+}  # fmt: skip
+_NUMBERS: Final = {
+    "x86_64": {
+        202: "futex", 449: "futex_waitv", 35: "nanosleep", 230: "clock_nanosleep", 219: "restart_syscall", 7: "poll_ms",
+        271: "ppoll", 23: "select", 270: "pselect6", 232: "epoll_wait_ms", 281: "epoll_pwait_ms", 441: "epoll_pwait2",
+        128: "rt_sigtimedwait", 220: "semtimedop", 243: "mq_timedreceive", 242: "mq_timedsend", 208: "io_getevents",
+    },
+    "aarch64": {
+        98: "futex", 449: "futex_waitv", 101: "nanosleep", 115: "clock_nanosleep", 128: "restart_syscall", 73: "ppoll",
+        72: "pselect6", 22: "epoll_pwait_ms", 441: "epoll_pwait2", 137: "rt_sigtimedwait", 192: "semtimedop",
+        183: "mq_timedreceive", 182: "mq_timedsend", 4: "io_getevents",
+    },
+}  # fmt: skip
+"""Numbers of the calls that may wait for the clock, by machine (asm/unistd.h)."""
+
+
+def timed(task: Path, machine: str | None = None) -> bool | None:
+    """Whether the wait of a thread (a folder of /proc/PID/task) may end by the clock; None where that is not told:
+    the thread runs, its machine is not known here, or the system keeps its call to whoever may debug the process.
+    """
+    numbers = _NUMBERS.get(machine or platform.machine())
+    try:
+        number, *arguments = (task / "syscall").read_text().split()
+    except (OSError, ValueError):
+        return None
+    if numbers is None or not number.isdigit() or len(arguments) < 6:
+        return None
+    name = numbers.get(int(number))
+    if name is None:
+        return False
+    which = _LIMIT[name]
+    if which == ALWAYS:
+        return True
+    limit = int(arguments[which], 16)
+    # Milliseconds are a signed 32-bit number, of which the kernel shows the whole register.
+    return not limit & 0x80000000 if name.endswith("_ms") else limit != 0
