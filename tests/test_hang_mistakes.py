@@ -150,8 +150,33 @@ def test_equal_calls_from_other_lines(tmp_path: Path) -> None:
         rank.call("0", line=7)
         rank.call("0", line=9 if rank.rank == 2 else 7, state="scheduled")
     found = answer(tmp_path, ranks)
-    assert told(found) == (1, "mismatch", "certain", (2,))
+    assert told(found) == (1, "mismatch", "conditional", (2,))
+    assert "Only if these lines are not meant to meet" in found.verdict.say
     assert "train.py:9" in found.verdict.say
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize(
+    ("open_on", "line", "expected"),
+    [
+        ((), 7, (0, "none", "certain", ())),
+        ((0, 1, 2), 8, (1, "missing", "certain", (3,))),
+        ((0, 1, 2), 9, (1, "missing", "certain", (3,))),
+        ((0, 1, 2, 3), 9, (3, "below", "undecided", ())),
+    ],
+    ids=["completed", "a member never comes", "nor to the lines that met", "all are in it"],
+)
+def test_lines_that_met_and_completed_are_no_mismatch(
+    open_on: tuple[int, ...], line: int, expected: tuple[Any, ...], long: bool, tmp_path: Path
+) -> None:
+    """As of code that depends on the rank: rank 0 makes the call of the others at a line of its own."""
+    ranks = recorders(4, {"0": ("default_pg", range(4))})
+    for rank in ranks:
+        for n in range(200 if long else 3):
+            rank.call("0", line=7 if n != 1 else 9 if rank.rank else 70)
+        if rank.rank in open_on:
+            rank.call("0", line=70 if line == 9 and not rank.rank else line, state="scheduled")
+    assert told(answer(tmp_path, ranks)) == expected
 
 
 def pair(first: dict[str, Any], second: dict[str, Any]) -> Callable[[Path], Diagnosis]:
