@@ -297,3 +297,33 @@ def test_sequence_numbers_as_text_and_json(tmp_path: Path) -> None:
     for as_json in (False, True):
         folder = write(tmp_path / str(as_json), dumps, as_json=as_json)
         assert told(diagnose_found(gather([folder]))) == (1, "missing", "certain", (1,))
+
+
+@pytest.mark.parametrize(
+    ("operation", "backend", "expected"),
+    [
+        ("all_reduce", "nccl", (3, "undecided", ())),
+        ("broadcast", "nccl", (1, "certain", (2,))),
+        ("all_reduce", "gloo", (1, "certain", (2,))),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_dumps_that_cannot_be_of_one_moment_blame_nobody(
+    operation: str, backend: str, expected: tuple[int, str, tuple[int, ...]], begun: bool, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 finished calls that rank 2's dump does not have. An all_reduce cannot end so; a broadcast can, and
+    what looks finished on gloo may have failed. begun: rank 2 stands in a call that the others have finished.
+    """
+    ranks = recorders(3, THREE, backend)
+    for rank in ranks:
+        for _ in range(4):
+            rank.call("0", operation)
+        if begun and rank.rank == 2:
+            rank.call("0", operation, state="scheduled")
+        if rank.rank != 2:
+            for _ in range(3):
+                rank.call("0", operation)
+            rank.call("0", operation, state="scheduled", retired=False)
+    found = answer(tmp_path, ranks)
+    assert (found.code, str(found.verdict.certainty), found.verdict.ranks) == expected, found.verdict
+    assert expected[2] or "is of different moments, or of different runs" in found.verdict.say
