@@ -21,7 +21,7 @@ from verify.hang.diagnosis import diagnose_found
 from verify.hang.text import as_text
 from verify.readers import pickled
 from verify.readers.dumps import together
-from verify.readers.flight_recorder import READER, decode
+from verify.readers.flight_recorder import READER, Decoder, decode
 from verify.readers.gather import gather
 
 REAL = Path(__file__).parent / "data" / "fr" / "h200" / "missing_member"
@@ -290,3 +290,19 @@ def test_damaged_bytes_are_read_or_refused_in_one_line(
         one_line(error)
         return
     as_text(diagnose_found(found))
+
+
+def test_one_entry_that_a_pickle_repeats_is_read_in_the_room_of_the_file(tmp_path: Path) -> None:
+    """A few bytes of a pickle name the same entry again and again; a batch of them is kept once, not each beginning."""
+    (rank,) = recorders(1, {"0": ("default_pg", (0, 1))})
+    rank.call("0")
+    dump = rank.dump()
+    dump["entries"] = rank.entries * 3_000
+    rank.call("0")
+    dump["entries"] += rank.entries[1:]
+    (path,) = write(tmp_path / "dumps", {0: dump}).iterdir()
+    decoder = Decoder()
+    found = decoder.decode(path)
+    assert [batch.entries for batch in decoder.batches if batch.entries > 1] == [3_000]
+    (column,) = found.columns.values()
+    assert [found.batches[kind].entries for kind in column.kinds] == [3_000, 1]
