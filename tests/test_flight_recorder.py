@@ -140,6 +140,24 @@ def test_ranks_from_any_file_name(tmp_path: Path, name: str, as_json: bool) -> N
     assert diagnose_found(found).verdict.ranks == (1,)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank_{}_gpu_{other}", "rank{}_node{other}", "rank{}_attempt2", "dump_rank_{}.v1", "rank{}of4", "rank{}_world4",
+        "local_rank{other}_rank{}", "rank{}_local_rank{other}", "node-rank-{other}-rank-{}", "nccl_trace_rank_1host_{}",
+    ],
+)  # fmt: skip
+def test_the_number_by_the_word_rank_is_the_rank(tmp_path: Path, name: str) -> None:
+    ranks = recorders(4, {"0": ("default_pg", range(4))})
+    for rank in ranks:
+        rank.call("0")
+        if rank.rank != 3:
+            rank.call("0", state="scheduled")
+        write(tmp_path / "dumps", {rank.rank: rank.dump()}, name=name.format("{}", other=3 - rank.rank))
+    verdict = diagnose_found(gather([tmp_path / "dumps"])).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.MISSING, (3,))
+
+
 def test_two_dumps_of_a_rank_the_later_one_counts(tmp_path: Path) -> None:
     ranks = recorders(2, PAIR)
     for rank in ranks:
