@@ -21,7 +21,7 @@ from verify.hang.diagnosis import diagnose_found
 from verify.hang.text import as_text
 from verify.readers import pickled
 from verify.readers.dumps import together
-from verify.readers.flight_recorder import READER, decode
+from verify.readers.flight_recorder import READER, Decoder, decode
 from verify.readers.gather import gather
 
 REAL = Path(__file__).parent / "data" / "fr" / "h200" / "missing_member"
@@ -138,6 +138,24 @@ def test_ranks_from_any_file_name(tmp_path: Path, name: str, as_json: bool) -> N
     found = gather([save(tmp_path / "dumps", ranks, name=name, as_json=as_json)])
     assert found.present == {0, 1}
     assert diagnose_found(found).verdict.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank_{}_gpu_{other}", "rank{}_node{other}", "rank{}_attempt2", "dump_rank_{}.v1", "rank{}of4", "rank{}_world4",
+        "local_rank{other}_rank{}", "rank{}_local_rank{other}", "node-rank-{other}-rank-{}", "nccl_trace_rank_1host_{}",
+    ],
+)  # fmt: skip
+def test_the_number_by_the_word_rank_is_the_rank(tmp_path: Path, name: str) -> None:
+    ranks = recorders(4, {"0": ("default_pg", range(4))})
+    for rank in ranks:
+        rank.call("0")
+        if rank.rank != 3:
+            rank.call("0", state="scheduled")
+        write(tmp_path / "dumps", {rank.rank: rank.dump()}, name=name.format("{}", other=3 - rank.rank))
+    verdict = diagnose_found(gather([tmp_path / "dumps"])).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.MISSING, (3,))
 
 
 def test_two_dumps_of_a_rank_the_later_one_counts(tmp_path: Path) -> None:
@@ -290,3 +308,19 @@ def test_damaged_bytes_are_read_or_refused_in_one_line(
         one_line(error)
         return
     as_text(diagnose_found(found))
+
+
+def test_one_entry_that_a_pickle_repeats_is_read_in_the_room_of_the_file(tmp_path: Path) -> None:
+    """A few bytes of a pickle name the same entry again and again; a batch of them is kept once, not each beginning."""
+    (rank,) = recorders(1, {"0": ("default_pg", (0, 1))})
+    rank.call("0")
+    dump = rank.dump()
+    dump["entries"] = rank.entries * 3_000
+    rank.call("0")
+    dump["entries"] += rank.entries[1:]
+    (path,) = write(tmp_path / "dumps", {0: dump}).iterdir()
+    decoder = Decoder()
+    found = decoder.decode(path)
+    assert [batch.entries for batch in decoder.batches if batch.entries > 1] == [3_000]
+    (column,) = found.columns.values()
+    assert [found.batches[kind].entries for kind in column.kinds] == [3_000, 1]

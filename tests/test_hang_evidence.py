@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from verify.events import Communicator, Event, Kind, Site
 from verify.hang import main
 from verify.hang.diagnosis import diagnose_found
 from verify.readers.found import Found, Stack
+from verify.readers.gather import gather
 
 DATA = Path(__file__).parent / "data"
 DUMPS = DATA / "fr" / "h200" / "missing_member"
@@ -195,7 +197,7 @@ def test_a_traceback_in_the_log_of_a_rank_explains_why_it_is_not_there(
 ) -> None:
     shutil.copytree(DUMPS, tmp_path / "job")
     (tmp_path / "job" / "a_rank1.log").write_text(
-        'step 4\nTraceback (most recent call last):\n  File "train.py", line 4, in step\nKeyError: \'loss\'\n'
+        "step 4\nTraceback (most recent call last):\n  File \"train.py\", line 4, in step\nKeyError: 'loss'\n"
     )
     code, out = hang(capsys, "--json", tmp_path / "job")
     found = json.loads(out)
@@ -289,3 +291,39 @@ def test_what_an_absent_rank_has_not_left_is_of_the_kind_that_others_left() -> N
     here = frozenset({0, 1})
     assert "no record from rank 2" in diagnose_found(Found("record", (call,), here, ranks, whole=here)).verdict.say
     assert "no dump from rank 2" in diagnose_found(Found("dumps", (call,), here, ranks)).verdict.say
+
+
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 20, in main\n    load()\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rank1.log", TRACE),
+        ("ras.json", '{"nccl_version":"2","communicators_count":1,"communicators":[{'),
+        ("rank0.ring", "x" * 10),
+        ("spy.json", '[{"pid": 71, "thread_name": "MainThread", "frames": [{"name'),
+    ],
+)
+@pytest.mark.parametrize("second", [False, True])
+def test_one_odd_file_beside_good_dumps_is_left_out(
+    name: str, content: str, second: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "evidence"
+    shutil.copytree(DUMPS, folder)
+    (folder / name).write_text(content)
+    if second:
+        shutil.copy(DATA / "stacks" / "rank0.txt", folder / "rank0.txt")
+    code, out = hang(capsys, "--json", folder)
+    found = json.loads(out)
+    assert (code, found["class"], found["ranks"]) == (1, "missing", [1])
+    assert any(line.startswith("not used: ") and name in line for line in found["unknown"])
+    with pytest.raises(UsageError, match=name):
+        gather([folder / name])
+
+
+def test_an_unsafe_dump_beside_good_ones_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DUMPS, tmp_path / "evidence")
+    (tmp_path / "evidence" / "dump_rank_7").write_bytes(pickle.dumps(Path))
+    with pytest.raises(UsageError, match="unsafe pickle"):
+        gather([tmp_path / "evidence"])

@@ -150,8 +150,33 @@ def test_equal_calls_from_other_lines(tmp_path: Path) -> None:
         rank.call("0", line=7)
         rank.call("0", line=9 if rank.rank == 2 else 7, state="scheduled")
     found = answer(tmp_path, ranks)
-    assert told(found) == (1, "mismatch", "certain", (2,))
+    assert told(found) == (1, "mismatch", "conditional", (2,))
+    assert "Only if these lines are not meant to meet" in found.verdict.say
     assert "train.py:9" in found.verdict.say
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize(
+    ("open_on", "line", "expected"),
+    [
+        ((), 7, (0, "none", "certain", ())),
+        ((0, 1, 2), 8, (1, "missing", "certain", (3,))),
+        ((0, 1, 2), 9, (1, "missing", "certain", (3,))),
+        ((0, 1, 2, 3), 9, (3, "below", "undecided", ())),
+    ],
+    ids=["completed", "a member never comes", "nor to the lines that met", "all are in it"],
+)
+def test_lines_that_met_and_completed_are_no_mismatch(
+    open_on: tuple[int, ...], line: int, expected: tuple[Any, ...], long: bool, tmp_path: Path
+) -> None:
+    """As of code that depends on the rank: rank 0 makes the call of the others at a line of its own."""
+    ranks = recorders(4, {"0": ("default_pg", range(4))})
+    for rank in ranks:
+        for n in range(200 if long else 3):
+            rank.call("0", line=7 if n != 1 else 9 if rank.rank else 70)
+        if rank.rank in open_on:
+            rank.call("0", line=70 if line == 9 and not rank.rank else line, state="scheduled")
+    assert told(answer(tmp_path, ranks)) == expected
 
 
 def pair(first: dict[str, Any], second: dict[str, Any]) -> Callable[[Path], Diagnosis]:
@@ -272,3 +297,33 @@ def test_sequence_numbers_as_text_and_json(tmp_path: Path) -> None:
     for as_json in (False, True):
         folder = write(tmp_path / str(as_json), dumps, as_json=as_json)
         assert told(diagnose_found(gather([folder]))) == (1, "missing", "certain", (1,))
+
+
+@pytest.mark.parametrize(
+    ("operation", "backend", "expected"),
+    [
+        ("all_reduce", "nccl", (3, "undecided", ())),
+        ("broadcast", "nccl", (1, "certain", (2,))),
+        ("all_reduce", "gloo", (1, "certain", (2,))),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_dumps_that_cannot_be_of_one_moment_blame_nobody(
+    operation: str, backend: str, expected: tuple[int, str, tuple[int, ...]], begun: bool, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 finished calls that rank 2's dump does not have. An all_reduce cannot end so; a broadcast can, and
+    what looks finished on gloo may have failed. begun: rank 2 stands in a call that the others have finished.
+    """
+    ranks = recorders(3, THREE, backend)
+    for rank in ranks:
+        for _ in range(4):
+            rank.call("0", operation)
+        if begun and rank.rank == 2:
+            rank.call("0", operation, state="scheduled")
+        if rank.rank != 2:
+            for _ in range(3):
+                rank.call("0", operation)
+            rank.call("0", operation, state="scheduled", retired=False)
+    found = answer(tmp_path, ranks)
+    assert (found.code, str(found.verdict.certainty), found.verdict.ranks) == expected, found.verdict
+    assert expected[2] or "is of different moments, or of different runs" in found.verdict.say

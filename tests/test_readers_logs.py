@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.reading import read_or_line
 from verify.blame import Certainty, Class, Verdict
+from verify.hang.diagnosis import diagnose_found
 from verify.readers import deepep, nccl_log, ras, stacks, watchdog
 from verify.readers.gather import gather
 from verify.readers.lines import LONGEST, file_lines, rank_in
@@ -358,12 +359,33 @@ def test_each_line_is_an_edge(line: str, edge: tuple[int | None, int | None]) ->
     assert deepep.edge_of(f"DeepEP {line}") == edge
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [(("dispatch",) * 4, (3, "below", ())), (("dispatch", "combine"), (1, "cycle", (0, 1)))],
+    ids=["in one kernel", "in two"],
+)
+def test_who_waits_for_one_another_in_one_kernel_has_come(
+    phases: tuple[str, ...], expected: tuple[int, str, tuple[int, ...]], apart: bool, tmp_path: Path
+) -> None:
+    """Each in one log, or all in one. A ring over two kernels is one of order."""
+    line = "DeepEP {} NVL receiver timeout, channel: 0, RDMA: 0, nvl: {}, src RDMA: 0, src nvl: {}, start: 0, end: 0\n"
+    logs = [
+        "".join(line.format(phase, rank, peer) for peer in range(len(phases)) if peer != rank)
+        for rank, phase in enumerate(phases)
+    ]
+    for number, text in enumerate(logs if apart else ["".join(logs)]):
+        written(tmp_path, text, f"log{number}")
+    found = diagnose_found(gather([tmp_path]))
+    assert (found.code, str(found.verdict.cls), found.verdict.ranks) == expected
+
+
 def test_a_ring_of_barriers_and_a_silent_peer(tmp_path: Path) -> None:
     waits = "DeepEP timeout check failed: rank = {}, thread = {}, value = 1024)\n"
     path = written(tmp_path, waits.format(0, 1) + waits.format(1, 0))
     assert only_reader(path).name == "deepep"
     told = verdict(deepep.READER.read(path))
-    assert (told.cls, told.ranks) == (Class.CYCLE, (0, 1))
+    assert (told.cls, told.ranks) == (Class.BELOW, ())
     silent = verdict(deepep.READER.read(written(tmp_path, waits.format(0, 2) + waits.format(1, 2))))
     # Nothing is known of rank 2 but that others wait for it.
     assert (silent.cls, silent.certainty, silent.ranks) == (Class.MISSING, Certainty.UNDECIDED, ())

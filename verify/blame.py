@@ -20,7 +20,7 @@ from verify.events import Confidence
 from verify.matching import Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from verify.matching import Host, Meeting, Situation
 
@@ -96,9 +96,7 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
             gone = [host for host in gone if host.event is None or host.event.confidence is not INFERRED] or gone
             return absent(cls, gone, graph)
     if differing := [meeting for meeting in situation.meetings.values() if not meeting.agrees()]:
-        return _mismatch(min(differing, key=_place), _sides_of_all)
-    if differing := words.other_sites(situation.meetings.values()):
-        return _mismatch(min(differing, key=_place), words.sites)
+        return mismatch(differing, _sides_of_all)
     if core:
         return _cycle(situation, graph, core)
     hosts = [host for host, active in roots if active] or [host for host, _ in roots]
@@ -181,8 +179,10 @@ def _sides_of_all(meeting: Meeting) -> dict[str, list[int]]:
     return {" ".join(filter(None, side)): ranks for side, ranks in meeting.sides().items()}
 
 
-def _mismatch(meeting: Meeting, told: Any) -> Verdict:
-    sides: dict[str, list[int]] = told(meeting)
+def mismatch(meetings: Iterable[Meeting], told: Callable[[Meeting], dict[str, list[int]]]) -> Verdict:
+    """The verdict on the first of some meetings of calls that differ. told: what was called -> the ranks that did."""
+    meeting = min(meetings, key=_place)
+    sides = told(meeting)
     parts = [f"{side or 'no tag'} on {words.ranks(ranks)}" for side, ranks in sides.items()]
     odd = minority(sides.values(), of=len({seat[0] for seat in meeting.seats}))
     say = f"{words.number(meeting)} pairs calls that differ: {', '.join(parts)}."

@@ -170,9 +170,10 @@ def sites(meeting: Meeting) -> dict[str, list[int]]:
 
 
 def other_sites(meetings: Iterable[Meeting]) -> list[Meeting]:
-    """Collectives whose members came from different lines, though one of these lines met itself elsewhere.
+    """Open collectives whose members came from different lines, though one of these lines met itself elsewhere.
 
-    A line that always meets another one is how rank-dependent code looks, and no fault.
+    A line that always meets another one is how rank-dependent code looks, and no fault; nor are lines that met before
+    and completed.
     """
     whole: list[tuple[Meeting, list[Site]]] = []
     for meeting in meetings:
@@ -180,10 +181,15 @@ def other_sites(meetings: Iterable[Meeting]) -> list[Meeting]:
         if len(found) == len(meeting.seats) > 1 and meeting.key[0][0] == "collective":
             whole.append((meeting, found))
     alone = {(meeting.key[0], found[0]) for meeting, found in whole if len(set(found)) == 1}
+    ended = {id(meeting) for meeting, _ in whole if all(launch.done for launch, _ in meeting.arrived.values())}
+    met = {(meeting.key[0], frozenset(found)) for meeting, found in whole if id(meeting) in ended}
     return [
         meeting
         for meeting, found in whole
-        if len(set(found)) > 1 and any((meeting.key[0], site) in alone for site in found)
+        if len(set(found)) > 1
+        and id(meeting) not in ended
+        and (meeting.key[0], frozenset(found)) not in met
+        and any((meeting.key[0], site) in alone for site in found)
     ]
 
 

@@ -252,7 +252,27 @@ def it_may_be_through(case: Case) -> Verdict | None:
     return replace(verdict, fix=words.THROUGH) if waits else None
 
 
-CONDITIONS: Final[tuple[Doubt, ...]] = (nobody_waits, nobody_needs_it, it_may_be_late, it_may_be_through)
+def it_is_of_different_moments(case: Case) -> Verdict | None:
+    """Some have finished what cannot end without a member that, by its own evidence, has not made it."""
+    verdict = case.verdict
+    if verdict.certainty is Certainty.UNDECIDED or verdict.cls not in OF_ONE_MOMENT:
+        return None
+    why = _ahead(case, joint=True)
+    return _undecided(verdict, f"{why}: this evidence is of different moments, or of different runs") if why else None
+
+
+OF_ONE_MOMENT: Final = frozenset({Class.CYCLE, Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL, Class.BELOW})
+"""Findings that rest on where all ranks stand at one moment."""
+JOINT: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+"""Operations that end nowhere before every member has come."""
+
+CONDITIONS: Final[tuple[Doubt, ...]] = (
+    it_is_of_different_moments,
+    nobody_waits,
+    nobody_needs_it,
+    it_may_be_late,
+    it_may_be_through,
+)
 """Each is asked, in this order, about what the ones before it left."""
 
 
@@ -287,10 +307,16 @@ def _undecided(verdict: Verdict, why: str) -> Verdict:
     return replace(verdict, certainty=Certainty.UNDECIDED, condition=why, say=f"Undecided, because {why}{known}.")
 
 
-def _ahead(case: Case) -> str:
-    """A call that some have finished and that a member has not made, as far as its own evidence goes."""
+def _ahead(case: Case, joint: bool = False) -> str:
+    """A call that some have finished and that a member has not made, as far as its own evidence goes.
+
+    joint: only where that cannot be. On gloo a call that raised an exception looks finished in a dump.
+    """
     found = case.found
     for meeting in case.situation.meetings.values():
+        calls = [call for launch, call in meeting.arrived.values() if launch.done]
+        if joint and (meeting.failures() or any(c.operation not in JOINT or c.medium == "gloo" for c in calls)):
+            continue
         done = [seat[0] for seat, (launch, _) in meeting.arrived.items() if launch.done]
         lacking = [seat[0] for seat in meeting.seats if seat not in meeting.arrived]
         late = [r for r in lacking if r in found.present and (r, meeting.key[0].name) not in found.unsure]

@@ -12,7 +12,7 @@ import networkx as nx
 
 from verify import words
 from verify.arguments import misfit
-from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, needing, shortest_cycle
+from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, mismatch, needing, shortest_cycle
 from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.stacks import At, for_anybody, standings
@@ -70,6 +70,20 @@ def the_launcher_ended(case: Case) -> Case | None:
     say = f"The launcher of this run ended without a word, as one that is killed does, and {who} gave up"
     found = Verdict(Class.EXCEPTION, chain=(say,), say=f"{say}: nothing is wrong between them.", fix=words.LAUNCHER)
     return replace(case, verdict=found)
+
+
+def equal_calls_from_other_lines(case: Case) -> Case | None:
+    """A hint, where all are in one call that agrees: some came there from a line that else meets itself.
+
+    Rank-dependent code makes equal calls from different lines on purpose, so that this is never certain, and what has
+    completed is no fault.
+    """
+    if case.verdict.cls is not Class.BELOW or case.found.lively:
+        return None
+    differing = words.other_sites(case.situation.meetings.values())
+    if not differing:
+        return None
+    return replace(case, verdict=mismatch(differing, words.sites).only_if("these lines are not meant to meet"))
 
 
 def any_sender_will_do(case: Case) -> Case | None:
@@ -130,6 +144,7 @@ FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     any_sender_will_do,
     what_stacks_show,
     orders_on_one_device,
+    equal_calls_from_other_lines,
 )
 """Each is asked, in this order, about what the ones before it left."""
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+import networkx as nx
+
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import Found
-from verify.readers.lines import MOST, file_lines, holds, rank_in, unusable
+from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 WHAT: Final = "DeepEP log"
@@ -49,25 +52,31 @@ class DeepEPReader:
 
     def read(self, path: Path) -> Found:
         """The edges of one log. Raises UsageError for one without any."""
+        return self.read_all([path])
+
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """Those of the logs of one job: a rank that others wait for may say in its own log that it is there."""
         edges: dict[tuple[int, int, str], None] = {}
         alone: dict[tuple[int, str], None] = {}
-        lines = nameless = 0
-        for _, line in file_lines(WHAT, path, NEEDLES):
-            if lines >= MOST or not _LINE.search(line):
-                continue
-            lines += 1
-            phase = found[1] if (found := _PHASE.search(line)) else "barrier"
-            waiter, peer = edge_of(line)
-            waiter = rank_in(line, path) if waiter is None else waiter
-            if waiter is None:
-                nameless += 1
-            elif peer is None or peer == waiter:
-                alone[waiter, phase] = None
-            else:
-                edges[waiter, peer, phase] = None
-        if not lines:
-            raise unusable(WHAT, path, "no timeout of DeepEP in it", "give the stdout of the ranks")
-        return _found(path.name, list(edges), list(alone), nameless)
+        nameless = 0
+        for path in paths:
+            lines = 0
+            for _, line in file_lines(WHAT, path, NEEDLES):
+                if lines >= MOST or not _LINE.search(line):
+                    continue
+                lines += 1
+                phase = found[1] if (found := _PHASE.search(line)) else "barrier"
+                waiter, peer = edge_of(line)
+                waiter = rank_in(line, path) if waiter is None else waiter
+                if waiter is None:
+                    nameless += 1
+                elif peer is None or peer == waiter:
+                    alone[waiter, phase] = None
+                else:
+                    edges[waiter, peer, phase] = None
+            if not lines:
+                raise unusable(WHAT, path, "no timeout of DeepEP in it", "give the stdout of the ranks")
+        return _found(named(paths), list(edges), list(alone), nameless)
 
 
 READER = DeepEPReader()
@@ -101,9 +110,40 @@ def edge_of(line: str) -> tuple[int | None, int | None]:
     return (int(found[1]), None) if (found := _RANK.search(line)) else (None, None)
 
 
+def _together(edges: Sequence[tuple[int, int, str]]) -> list[tuple[str, tuple[int, ...]]]:
+    """Phase and ranks that wait in a ring within it: all of them are in that call, so that no order keeps them."""
+    phases: dict[str, nx.DiGraph[int]] = {}
+    for waiter, peer, phase in edges:
+        phases.setdefault(phase, nx.DiGraph()).add_edge(waiter, peer)
+    return sorted(
+        (phase, tuple(sorted(ring)))
+        for phase, graph in phases.items()
+        for ring in nx.strongly_connected_components(graph)
+        if len(ring) > 1
+    )
+
+
 def _found(source: str, edges: list[tuple[int, int, str]], alone: list[tuple[int, str]], nameless: int) -> Found:
     events = []
+    together = _together(edges)
+    for phase, members in together:
+        events += [
+            Event(
+                rank,
+                Kind.COLLECTIVE,
+                phase,
+                stream=f"DeepEP {phase} {members}",
+                medium="deepep",
+                communicator=Communicator(members, f"DeepEP {phase}"),
+                sequence=0,
+                state=State.STARTED,
+            )
+            for rank in members
+        ]
+    here = {(phase, rank): members for phase, members in together for rank in members}
     for waiter, peer, phase in sorted(edges):
+        if (members_ := here.get((phase, waiter))) is not None and members_ == here.get((phase, peer)):
+            continue
         events.append(
             Event(
                 waiter,

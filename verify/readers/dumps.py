@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 BLIND = "graph replays, DeepEP and NVSHMEM calls, host waits and streams are not in Flight Recorder dumps"
 """What no dump can tell."""
 
+MARKED = re.compile(
+    r"(?<!local)(?<!local[ _.-])(?<!node)(?<!node[ _.-])rank[ _=.-]?(\d{1,9})(?=of\d|[^A-Za-z\d.]|\.\D|$)",
+    re.IGNORECASE,
+)
+"""A rank in a file's name: not one within a node, nor the beginning of an address (`rank_10.0.0.12_3`)."""
+
 
 class Mine(NamedTuple):
     """A dump whose rank is known."""
@@ -82,8 +88,9 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         possible = frozenset.intersection(*sorted(own, key=len)) if own else frozenset()
         stem = re.sub(r"\.(?:pickle|pkl|json|bin|dump|trace|txt|\d{14,})$", "", dump.path.name)
         numbers = [int(each) for each in re.findall(r"\d{1,9}", stem)]
-        marked = [int(each) for each in re.findall(r"rank[ _=.-]?(\d{1,9})(?![.\d])", stem, re.IGNORECASE)]
-        named = [*numbers[-1:], *marked, *reversed(numbers)]
+        marked = [int(each) for each in MARKED.findall(stem)]
+        # The number by the word "rank" comes first; where that is a number of something else, the groups tell.
+        named = [*marked[-1:], *numbers[-1:], *marked, *reversed(numbers)]
         if dump.rank is not None:
             named = [dump.rank]
         if possible and not possible & set(named):

@@ -97,7 +97,6 @@ class Decoder:
     """Reads dumps one by one; those of one decoder share their calls, call sites and lists of members."""
 
     batches: list[Batch] = field(default_factory=list)
-    _entries_of: list[tuple[Call, ...]] = field(default_factory=list)
     _places: dict[tuple[Call, ...], int] = field(default_factory=dict)
     _calls: dict[tuple[bytes, int], Call] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
@@ -193,12 +192,17 @@ class Decoder:
         row, last = -1, -1
         kinds = array("I")
         before: Call | None = None
+        joined: list[Call] = []
         for call, seq in zip(calls, seqs, strict=True):
             if seq == last and before is not None and _alike(call, before):
-                # It joins the batch before it.
-                entries = (*self._entries_of[kinds[-1]], call)
-                kinds[-1] = self._kind(entries)
+                # It joins the batch before it, which is looked up once it is whole.
+                if not joined:
+                    joined.append(before)
+                joined.append(call)
                 continue
+            if joined:
+                kinds[-1] = self._kind(tuple(joined))
+                joined = []
             row += 1
             last, before = seq, call
             if (known := mine.get(id(call))) is None:
@@ -208,6 +212,8 @@ class Decoder:
             rows.append(row)
             numbers.append(seq)
             kinds.append(kind)
+        if joined:
+            kinds[-1] = self._kind(tuple(joined))
         return columns, row + 1
 
     def _kind(self, entries: tuple[Call, ...]) -> int:
@@ -215,7 +221,6 @@ class Decoder:
         if (kind := self._places.get(entries)) is None:
             kind = self._places[entries] = len(self.batches)
             self.batches.append(batch_of(entries))
-            self._entries_of.append(entries)
         return kind
 
     def _groups(self, config: Any) -> dict[Name, tuple[int, ...]]:

@@ -3,9 +3,10 @@
 A call that met its counterparts, agreed with them and ended everywhere neither waits nor differs. Kept besides those
 that do: the last calls of each rank (what pictures show, and where a rank stands), the last call of each member in
 each group (it proves the earlier ones), the first one that others ended and a member never made, and where calls from
-different lines met, one that each line made with itself (`verify.words.other_sites` needs it). Of several meetings that
-are wrong in the same way the first is kept. Numbers rise along with the order of calls in every group, so that the
-first in number is the first in place; where they do not, the group is kept whole.
+different lines meet and are open, one in which these lines met before and one that each line made with itself
+(`verify.words.other_sites` needs them). Of several meetings that are wrong in the same way the first is kept. Numbers
+rise along with the order of calls in every group, so that the first in number is the first in place; where they do not,
+the group is kept whole.
 """
 
 from __future__ import annotations
@@ -203,19 +204,24 @@ class _Meetings:
         return keep
 
     def _sites(self, places: Sequence[int]) -> set[int]:
-        """The first meeting of several lines of which one met itself elsewhere, and that meeting."""
+        """For open meetings of several lines: the first of the same lines that ended, and of each line with itself."""
         whole = len(self.group.members)
+        sites = {seq: frozenset(each.site for each in self._said(seq)) for seq in places if self.seen[seq] == whole}
+        ended = {seq for seq in sites if all(each.done for each in self._said(seq))}
+        asked = {each for seq, each in sites.items() if seq not in ended and None not in each}
+        if not asked:
+            return set()
+        met: dict[frozenset[Site | None], int] = {}
+        for seq in sorted(ended):
+            if sites[seq] in asked:
+                met.setdefault(sites[seq], seq)
         alone: dict[Site | None, int] = {}
-        for seq, word in self.first.items() if places and whole > 1 else ():
+        for seq, word in self.first.items():
             if seq not in self.mixed or len({each.site for each in self._said(seq)}) == 1:
                 site = self.views.words[word].site
                 if self.seen[seq] == whole and site is not None and site not in alone:
                     alone[site] = seq
-        for seq in sorted(places):
-            sites = {each.site for each in self._said(seq)}
-            if self.seen[seq] == whole and None not in sites and not sites.isdisjoint(alone):
-                return {seq, *(alone[site] for site in sites if site in alone)}
-        return set()
+        return {*met.values(), *(alone[site] for each in asked for site in each if site in alone)}
 
     def _uneven(self) -> set[int]:
         """The first all_to_all whose members send and expect different sums, all of them known."""

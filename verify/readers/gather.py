@@ -25,6 +25,8 @@ READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deepep", "nccl_
 """Modules of this package that export READER; the more particular formats first."""
 LOGS: Final = ("deepep", "nccl_log", "watchdog")
 """Readers of lines in logs: one log may hold lines of each."""
+STRICT: Final = "flight recorder"
+"""The reader whose files are refused for more than damage: what it does not leave out itself is an error."""
 HEAD: Final = 4096
 MOST_FILES: Final = 100_000
 
@@ -37,7 +39,10 @@ def readers() -> list[Reader]:
 
 def gather(paths: Sequence[str | Path]) -> Found:
     """Everything that the files and folders tell. Raises UsageError, one line, for what is unusable."""
-    known = readers()
+    return _gather(paths, readers())
+
+
+def _gather(paths: Sequence[str | Path], known: Sequence[Reader]) -> Found:
     chosen: Chosen = {}
     ignored: list[str] = []
     damaged: list[str] = []
@@ -52,13 +57,39 @@ def gather(paths: Sequence[str | Path]) -> Found:
         else:
             silent.append(path)
     _companions(chosen, silent, inside, ignored)
-    found = [_read(reader, _once(files), inside, damaged) for reader, files in chosen.values()]
+    found: list[Found] = []
+    refused: list[UsageError] = []
+    for reader, files in chosen.values():
+        try:
+            found.append(_read(reader, _once(files), inside, damaged))
+        except UsageError as error:
+            found += _beside(error, reader, files, inside, known)
+            refused.append(error)
+    if refused and not any(each.events or each.stacks for each in found):
+        raise refused[0]
+    damaged += map(str, refused)
     if damaged:
         found.append(Found("", unknown=tuple(f"not used: {line}" for line in damaged[:4])))
     if ignored:
         names_ = ", ".join(sorted(ignored)[:3]) + (f" and {len(ignored) - 3} more" if len(ignored) > 3 else "")
         found.append(Found("", unknown=(f"not read, of no known format: {names_}",)))
     return merge(found)
+
+
+def _beside(
+    error: UsageError, reader: Reader, files: Sequence[Path], inside: set[Path], known: Sequence[Reader]
+) -> list[Found]:
+    """What else there is where files of one format cannot be used. Raises `error` for files that were named, and for a
+    dump, which may be hostile; of a folder that was taken for a run, the other files still tell.
+    """
+    if reader.name != STRICT and inside.issuperset(files):
+        return []
+    if not all(file.is_dir() for file in files):
+        raise error
+    try:
+        return [_gather(files, [each for each in known if each is not reader])]
+    except UsageError:
+        raise error from None
 
 
 Chosen = dict[str, "tuple[Reader, list[Path]]"]
@@ -160,22 +191,30 @@ def _read(reader: Reader, files: Sequence[Path], inside: set[Path], damaged: lis
         return found
     try:
         return _all(reader, files)
-    except Damaged:
-        whole = []
-        for file in files:
+    except UsageError:
+        whole: list[Path] = []
+        odd: dict[Path, str] = {}
+        for file in files if len(files) > 1 else ():
             try:
                 reader.read(file)
             except Damaged as error:
                 if file not in inside:
                     raise
                 damaged.append(str(error))
-            except UsageError:
-                whole.append(file)  # whatever is wrong with it, it shows again among the others
-            else:
-                whole.append(file)
-        if not whole:
+                continue
+            except UsageError as error:
+                odd[file] = str(error)  # a log without a line of its own may still say something among others
+            whole.append(file)
+        sound = [file for file in whole if file not in odd]
+        if not sound:
             raise
-        return _all(reader, whole)
+        try:
+            return _all(reader, whole)
+        except UsageError:
+            if not odd or not inside.issuperset(odd):
+                raise
+            damaged += odd.values()
+            return _all(reader, sound)
 
 
 def _all(reader: Reader, files: Sequence[Path]) -> Found:

@@ -113,6 +113,8 @@ class _Log:
         self.sizes: dict[tuple[_Process, str], int] = {}
         self.order: dict[_Process, list[str]] = defaultdict(list)
         self._counts: dict[tuple[_Process, str, str, int], int] = defaultdict(int)
+        self._now: dict[tuple[_Process, str], str] = {}
+        """What pointers that name another communicator than at first are called by now."""
 
     def take(self, path: Path) -> None:
         """Read one log."""
@@ -122,12 +124,13 @@ class _Log:
                 rank = int(call["rank"]) if call["rank"] is not None else rank_in(line, path)
                 if rank is not None:
                     self.ranks.setdefault(process, rank)
-                self._know(process, call["comm"], int(call["size"]))
+                pointer = self._now.get((process, call["comm"]), call["comm"])
+                self._know(process, pointer, int(call["size"]))
                 dtype = int(call["dtype"])
                 named = _DTYPES[dtype] if dtype < len(_DTYPES) else str(dtype)
-                comm = (call["comm"], int(call["size"]))
+                comm = (pointer, int(call["size"]))
                 pair = call["op"] in _PAIRS
-                key = (process, call["comm"], call["op"] if pair else "", int(call["root"]) if pair else -1)
+                key = (process, pointer, call["op"] if pair else "", int(call["root"]) if pair else -1)
                 number = self._counts[key]
                 self._counts[key] += 1
                 one = _Line(
@@ -137,8 +140,21 @@ class _Log:
                 self.taken += 1
             elif (init := _INIT.search(line)) is not None and len(self.inside) < MOST:
                 process = (init["host"], init["pid"])
-                self._know(process, init["comm"], int(init["size"]))
-                self.inside[process, init["comm"]] = (int(init["rank"]), int(init["size"]), init["id"])
+                pointer = self._made(process, init["comm"], init["id"])
+                self._know(process, pointer, int(init["size"]))
+                self.inside[process, pointer] = (int(init["rank"]), int(init["size"]), init["id"])
+
+    def _made(self, process: _Process, comm: str, ident: str) -> str:
+        """What to call the communicator of an Init line: its pointer, and which one at that pointer if not the first.
+
+        A pointer is free for another communicator once the one it named is destroyed.
+        """
+        pointer = self._now.get((process, comm), comm)
+        before = self.inside.get((process, pointer))
+        if before is not None and before[2] != ident:
+            pointer = f"{comm} #{int(pointer.partition('#')[2] or 1) + 1}"
+            self._now[process, comm] = pointer
+        return pointer
 
     def _know(self, process: _Process, comm: str, size: int) -> None:
         if (process, comm) not in self.sizes and len(self.sizes) < MOST:
@@ -279,21 +295,53 @@ def finish(events: list[Event]) -> list[Event]:
                 out = sum(oldest.get(seat, 0) > (call.sequence or 0) for seat in _seats(call))
                 missing[key] = len(_seats(call)) - len(holders[key]) - out
     done: set[int] = set()
+    over: set[tuple[int, int]] = set()
+    """(number, position) of the parts of a group that finished without the others."""
 
     def ready(number: int) -> bool:
         event = events[number]
         heads = (queues[event.rank, queue] for queue in event.queues)
         return all(line and line[0] == number for line in heads)
 
+    def left(number: int) -> list[Event]:
+        return [call for position, call in enumerate(events[number].calls) if (number, position) not in over]
+
     todo = deque(range(len(events)))
-    while todo:
+    stalled: deque[int] = deque()
+
+    def end(number: int) -> None:
+        done.add(number)
+        for queue in events[number].queues:
+            line = queues[events[number].rank, queue]
+            line.popleft()
+            if line:
+                todo.append(line[0])
+
+    def part(number: int) -> None:
+        """That transfers were one launch is a guess: where they do not finish as one, those with a counterpart do."""
+        for position, call in enumerate(events[number].calls):
+            holding = holders[key := _meeting(call)]
+            if (number, position) in over or missing[key] > 0 or not all(one in done or ready(one) for one in holding):
+                continue
+            for other in holding:
+                if other not in done:
+                    over.update((other, at) for at, one in enumerate(events[other].calls) if _meeting(one) == key)
+                    if not left(other):
+                        end(other)
+
+    while todo or stalled:
+        if not todo:
+            number = stalled.popleft()
+            if events[number].kind is Kind.GROUP and number not in done and ready(number):
+                part(number)
+            continue
         number = todo.popleft()
         if number in done or not ready(number):
             continue
         together, more = {number}, [number]
         whole = True
         while more and whole:
-            for call in events[more.pop()].calls:
+            for call in left(more.pop()):
                 key = _meeting(call)
                 whole = whole and missing[key] <= 0
                 fresh = [other for other in holders[key] if other not in together and other not in done]
@@ -301,32 +349,21 @@ def finish(events: list[Event]) -> list[Event]:
                 more += fresh
         if whole and all(map(ready, together)):
             for other in together:
-                done.add(other)
-                for queue in events[other].queues:
-                    line = queues[events[other].rank, queue]
-                    line.popleft()
-                    if line:
-                        todo.append(line[0])
-    # That transfers were one launch is a guess: of what is not finished, only those without a counterpart keep it.
-    alone: dict[int, list[Event]] = {}
-    for number, event in enumerate(events):
-        if event.kind is Kind.GROUP and number not in done and ready(number):
-            alone[number] = []
-            for call in event.parts:
-                met = missing[_meeting(call)] <= 0 and all(map(ready, holders[_meeting(call)]))
-                alone[number].append(replace(call, state=State.COMPLETED if met else State.SCHEDULED))
-    paired = {
-        other
-        for parts in alone.values()
-        for call in parts
-        if call.state is State.COMPLETED
-        for other in holders[_meeting(call)]
-        if events[other].kind is not Kind.GROUP
-    }
+                end(other)
+        else:
+            # It stands first: the groups that it has a part in may finish that.
+            stalled.extend(other for call in events[number].calls for other in holders[_meeting(call)])
     found: list[Event] = []
     for number, event in enumerate(events):
-        over = number in done or number in paired or not event.calls
-        found += alone.get(number) or [replace(event, state=State.COMPLETED if over else State.SCHEDULED)]
+        if event.kind is Kind.GROUP and number not in done and ready(number):
+            states = ((number, at) in over for at in range(len(event.parts)))
+            found += [
+                replace(call, state=State.COMPLETED if met else State.SCHEDULED)
+                for call, met in zip(event.parts, states, strict=True)
+            ]
+            continue
+        ended = number in done or not event.calls
+        found.append(replace(event, state=State.COMPLETED if ended else State.SCHEDULED))
     return found
 
 

@@ -1,9 +1,10 @@
 """Answers of NCCL's RAS service (`ncclras`, text or `-f json`): how many collectives each rank of each communicator has
 launched.
 
-Counts that differ show who is behind; equal counts show nothing, since a job that is stuck below the order of calls
-looks like one that works. RAS knows no order between operations of different kinds, no communicator's name and no call
-site. Ranks are those inside a communicator; the largest one tells the global ranks, by process.
+Counts that differ show who is behind, if a second answer repeats them; equal counts show nothing, since a job that is
+stuck below the order of calls looks like one that works. RAS knows no order between operations of different kinds, no
+communicator's name and no call site. Ranks are those inside a communicator; the largest one tells the global ranks, by
+process.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers import plain_json
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, SEATS, file_lines, holds, unusable, whole_file
+from verify.readers.lines import MOST, SEATS, file_lines, holds, named, unusable, whole_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 WHAT: Final = "RAS answer"
@@ -65,12 +67,42 @@ class RasReader:
 
     def read(self, path: Path) -> Found:
         """One answer. Raises UsageError for damaged JSON, or a text without the table of communicators."""
-        first = next((line for _, line in file_lines(WHAT, path) if line.strip()), "").lstrip()
-        comms, notes = _from_json(path) if first.startswith("{") else _from_text(path)
-        return _found(path.name, comms, notes)
+        return self.read_all([path])
+
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The answers of one job at several moments: the one that counts most is the newest."""
+        answers = [_answer(path) for path in paths]
+        launched = [sum(sum(each.values()) for comm in comms for each in comm.counts.values()) for comms, _ in answers]
+        newest = max(range(len(answers)), key=lambda n: (launched[n], n))
+        comms, notes = answers[newest]
+        before: list[dict[tuple[str, int], _Comm]] = [
+            {(comm.name, comm.size): comm for comm in other}
+            for n, (other, _) in enumerate(answers) if n != newest
+        ]  # fmt: skip
+        return _found(named(paths), comms, notes, before)
 
 
 READER = RasReader()
+
+
+def _answer(path: Path) -> tuple[list[_Comm], list[str]]:
+    first = next((line for _, line in file_lines(WHAT, path) if line.strip()), "").lstrip()
+    return _from_json(path) if first.startswith("{") else _from_text(path)
+
+
+def _behind(comm: _Comm, before: Sequence[Mapping[tuple[str, int], _Comm]]) -> tuple[set[int], set[int]]:
+    """Of the members that launched least, or of all where each launched something else: those that stood there in
+    every answer, and those of which that is not known. Both are empty where all of them moved.
+    """
+    kinds = {kind for each in comm.counts.values() for kind in each}
+    least = {kind: min(each.get(kind, 0) for each in comm.counts.values()) for kind in kinds}
+    last = {seat for seat, each in comm.counts.items() if all(each.get(kind, 0) == n for kind, n in least.items())}
+    last = last or set(comm.counts)
+    earlier = [each[comm.name, comm.size] for each in before if (comm.name, comm.size) in each]
+    if not before or len(earlier) < len(before):
+        return set(), last
+    still = {seat for seat in last if all(each.counts.get(seat) == comm.counts[seat] for each in earlier)}
+    return still, last - still if still else set()
 
 
 def _from_json(path: Path) -> tuple[list[_Comm], list[str]]:
@@ -171,7 +203,9 @@ def _from_text(path: Path) -> tuple[list[_Comm], list[str]]:
     return comms, notes
 
 
-def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
+def _found(
+    source: str, comms: list[_Comm], notes: list[str], before: Sequence[Mapping[tuple[str, int], _Comm]]
+) -> Found:
     world = max(comms, key=lambda comm: comm.size, default=None)
     unknown = [f"{source}: {note}" for note in notes[:20]]
     unknown.append(f"{source}: sends, receives and all_to_all are not counted by RAS: who is behind may wait in one")
@@ -180,6 +214,7 @@ def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
     global_of = {name: rank for rank, name in world.names.items()}
     events: list[Event] = []
     present: set[int] = set()
+    idle: set[int] = set()
     equal = seats = 0
     for comm in comms:
         seats += comm.size
@@ -196,6 +231,12 @@ def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
         present.update(ranks[seat] for seat in comm.counts)
         mine = _launched(comm, ranks, communicator)
         equal += not mine and bool(comm.counts)
+        if mine and not comm.missing:
+            still, late = _behind(comm, before)
+            if not still and not late:
+                unknown.append(f"{source}: communicator {comm.name}: all who were behind moved between the answers")
+                continue
+            idle.update(ranks[seat] for seat in late)
         events += mine
         for seat, how in sorted(comm.missing.items()):
             unknown.append(f"{source}: communicator {comm.name}: rank {ranks[seat]} is {how}")
@@ -212,6 +253,8 @@ def _found(source: str, comms: list[_Comm], notes: list[str]) -> Found:
         present=frozenset(present),
         expected=frozenset(range(world.size)),
         unknown=tuple(unknown[:64]),
+        # A count that was seen once may move on: answers differ by a moment, and a job that works differs as well.
+        idle=frozenset(idle),
     )
 
 

@@ -7,7 +7,7 @@ otherwise the unfinished ones are paired by their order, and their arguments are
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -73,9 +73,8 @@ class Transfers:
     def number(self, group: Group, source: int, target: int, rank: int, at: int, part: int) -> tuple[int, bool]:
         """The number of a transfer, from 0, and whether its pairing was inferred."""
         side = self.pairs[group, source, target][rank]
-        n = bisect_left(side.at, at)
-        while side.parts[n] != part:
-            n += 1
+        first = bisect_left(side.at, at)
+        n = bisect_left(side.parts, part, first, bisect_right(side.at, at, first))
         return (side.seqs[n] - 1 if side.numbered else side.first + n), side.loose
 
     def _collect(self, group: Group, rank: int, column: Column, dump: Dump) -> None:

@@ -53,11 +53,17 @@ _OPERATIONS: Final = {
     "ALLTOALL": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
+_PAIRS: Final = frozenset({"SEND", "RECV", "COALESCED"})
+UNSEEN: Final = "a transfer that cannot be paired"
 _PREFIX = re.compile(r"^\s*\[(?:rank|default)\s?\d{1,7}\]:\s?")
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt|Exit))(?P<text>:.*)?$")
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,200})$')
 _LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages|python3\.\d+)/|^<")
-_CONSEQUENCE = re.compile(r"DistBackendError|DistNetworkError|NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
+_LOST_ONE = re.compile(r"(?:^|\.)Dist(?:Backend|Network)Error$")
+_MAY_HAVE_LOST_ONE = re.compile(r"(?:^|\.)(?:RuntimeError|OSError|TimeoutError|Connection\w{0,20}Error)$")
+_CONSEQUENCE = re.compile(r"NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
+_PROGRESS = re.compile(r"(?!wandb:).{0,200}\b(?:step|epoch|iter(?:ation)?)\b\W{0,4}\d", re.IGNORECASE)
+"""A line of a rank that goes on: its exception was caught, and logged."""
 
 
 class WatchdogReader:
@@ -126,6 +132,8 @@ class _Lines:
         self.groups: dict[Name, _Group] = defaultdict(_Group)
         self.at: dict[tuple[int, int], set[Name]] = defaultdict(set)
         """(rank, number) that status lines name -> the groups."""
+        self.transfers: set[tuple[int, int]] = set()
+        """(rank, number) of sends and receives that timed out."""
         self.raised: dict[int, tuple[str, Site | None]] = {}
         self.after: dict[int, str] = {}
         """Ranks that raised what comes of another one's end -> what."""
@@ -151,6 +159,9 @@ class _Lines:
     def _timeout(self, rank: int, found: re.Match[str], inside: bool) -> None:
         self.nameless += inside
         self.seen.add(rank)
+        if found["op"] in _PAIRS:
+            self.transfers.add((rank, int(found["seq"] or 0)))
+            return
         operation = _OPERATIONS.get(found["op"], found["op"].lower())
         numel = int(found["numel"]) if found["numel"] else None
         self.timeouts[rank, int(found["seq"] or 0)].add((operation, numel))
@@ -175,11 +186,18 @@ class _Lines:
         elif rank in tracing and (found := _EXCEPTION.match(text)):
             site = tracing.pop(rank)
             # What a rank raises because others are gone or late is no cause.
-            if not _CONSEQUENCE.search(text):
-                self.raised.setdefault(rank, (text[:400], site))
-            elif found["type"]:
+            kind = found["type"]
+            if not (_LOST_ONE.search(kind) or (_MAY_HAVE_LOST_ONE.search(kind) and _CONSEQUENCE.search(text))):
+                # What follows in its own cleaning up is none either.
+                if rank not in self.after:
+                    self.raised.setdefault(rank, (text[:400], site))
+            else:
                 self.kept += 1
                 self.after.setdefault(rank, brief(text))
+        elif (rank in self.raised or rank in self.after) and rank not in tracing and _PROGRESS.match(text):
+            self.raised.pop(rank, None)
+            self.after.pop(rank, None)
+            self.kept += 1
 
     def found(self, source: str) -> Found:
         """Everything that the lines say."""
@@ -193,8 +211,14 @@ class _Lines:
                 unclear += len(told)
         events: list[Event] = []
         labels = self._labels()
+        # The counter of a group counts its transfers as well, each rank its own: where one timed out, none pair.
+        uneven = {name for key in self.transfers for name in self.at.get(key, {only})}
         for name, group in self.groups.items():
-            events += self._events(name, labels[name], group)
+            events += [] if name in uneven else self._events(name, labels[name], group)
+        events += [
+            Event(rank, Kind.WAIT, streams=(UNSEEN,), confidence=Confidence.INFERRED)
+            for rank in sorted({rank for rank, _ in self.transfers})
+        ]
         events += [
             Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED, site=site)
             for rank, (text, site) in sorted(self.raised.items())
@@ -204,6 +228,8 @@ class _Lines:
             unknown.append(
                 f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
             )
+        if self.transfers:
+            unknown.append(f"{source}: with whom sends and receives pair is not in a watchdog's lines")
         if self.nameless:
             unknown.append(
                 f"{source}: {self.nameless} lines tell no global rank; theirs is taken from inside the group"
@@ -213,11 +239,12 @@ class _Lines:
         if UNNAMED in self.groups:
             unknown.append(f"{source}: some timeouts do not say which group they are of")
         ranks = frozenset(self.seen)
-        # A rank whose lines do not speak of a group may have lost them.
+        # A rank whose lines do not speak of a group may have lost them; one that left by an exception waits in none.
         silent = frozenset(
             (rank, labels[name])
             for name, group in self.groups.items()
             for rank in self._members(name, group) - group.status.keys() - {rank for rank, _ in group.timeouts}
+            if rank not in self.raised
         )
         return Found(
             source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent,
