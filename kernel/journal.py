@@ -82,7 +82,7 @@ class Journal:
         """The loop's task waits for `owner`."""
         self._owner = "" if leaves else owner
         kind, what, number = Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER, owner, 0
-        if owner[:2] == "D " and owner[2:].isdecimal():
+        if owner[:2] == "D " and owner[2:].isdecimal() and owner == f"D {int(owner[2:])}":
             what, number = FORM + "D {a}", int(owner[2:])
         self._event(kind, None, HOST, 0, 0, self.round, self.epoch, number, self._recorder.site(what), 0)
 

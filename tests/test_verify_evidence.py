@@ -59,15 +59,13 @@ def test_a_later_call_shows_that_the_earlier_ones_are_over() -> None:
     assert (verdict.cls, verdict.ranks) == (Class.DEVICE_STALL, (0,))
 
 
-def test_call_sites_tell_calls_apart() -> None:
-    """Equal operations from a line that met itself before; lines that always differ are rank-dependent code."""
+def test_equal_calls_that_ended_are_no_fault_whatever_their_lines() -> None:
+    """While such a call is open its lines are a hint (`verify.hang.findings`)."""
     coord, finish = Site("dp.py", 88, "coordinate"), Site("dp.py", 120, "finish")
     events = evidence("r0: AR{0,1,2} AR{0,1,2}; r1: AR{0,1,2} AR{0,1,2}; r2: AR{0,1,2} AR{0,1,2}", State.COMPLETED)
     same = [replace(event, site=coord) for event in events]
     assert diagnose_events(same).cls is Class.NONE
-    verdict = diagnose_events([*same[:5], replace(same[5], site=finish)])
-    assert (verdict.cls, verdict.ranks) == (Class.MISMATCH, (2,))
-    assert "dp.py:120 in finish" in verdict.say
+    assert diagnose_events([*same[:5], replace(same[5], site=finish)]).cls is Class.NONE
     always = [replace(event, site=finish if event.rank == 2 else coord) for event in events]
     assert diagnose_events(always).cls is Class.NONE
 
