@@ -112,5 +112,6 @@ class CpuDevice:
             async with asyncio.timeout(_GRACE_S):
                 for stream in streams:
                     await stream.ended.wait()
+                    stream.join()
         except TimeoutError:
             pass

@@ -145,6 +145,10 @@ class WorkerStream:
             if current is not None:
                 current.drop(error)
 
+    def join(self) -> None:
+        """Wait for the thread to be gone, once `ended` is done: it has only to return."""
+        self._thread.join()
+
     def _main(self) -> None:
         self._prepare()
         while (job := self._jobs.get()) is not None:
