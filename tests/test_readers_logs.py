@@ -455,3 +455,13 @@ def test_one_skipped_call_is_found_in_any_interleaving(
     path.write_text(text)
     told = verdict(nccl_log.READER.read(path))
     assert (told.cls, told.ranks) == (Class.MISSING, (late,))
+
+
+def test_two_processes_that_say_they_are_one_silent_rank(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.log"
+    again = world(2).replace("host0:1001:", "host0:1005:")
+    path.write_text(world(2) + again + call(0, "AllReduce", "0xa", 2))
+    (reader,) = (each for each in READERS if each.recognises(path, path.read_bytes()[:4096]))
+    found = reader.read(path)
+    assert 1 in {event.rank for event in found.events}
+    assert diagnose_events(found.events, found.expected).cls is Class.MISSING

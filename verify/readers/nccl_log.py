@@ -259,7 +259,7 @@ def _grouped(events: list[Event]) -> list[Event]:
     for event in events:
         at = last.get(event.rank)
         before = found[at] if at is not None else None
-        if event.kind is not Kind.COLLECTIVE and before is not None and before.kind is not Kind.COLLECTIVE:
+        if before is not None and _transfers(event) and _transfers(before):
             parts = before.calls
             same = (parts[0].communicator, parts[0].stream) == (event.communicator, event.stream)
             # A second transfer to the same peer in the same direction may begin the next group.
@@ -271,6 +271,11 @@ def _grouped(events: list[Event]) -> list[Event]:
         last[event.rank] = len(found)
         found.append(event)
     return found
+
+
+def _transfers(event: Event) -> bool:
+    """Whether it is a send, a receive or a group of them; what only says that a rank has nothing open is none."""
+    return event.kind in (Kind.SEND, Kind.RECV, Kind.GROUP)
 
 
 def finish(events: list[Event]) -> list[Event]:
