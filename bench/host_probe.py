@@ -32,7 +32,7 @@ PARTS: Final = (
     ("rows of the replica", "kernel.replica:Replica", "launch ready waiting"),
     ("commit tokens", "kernel.replica:Replica", "harvest"),
     ("KV cache", "kernel.cache:KVCache", "*"),
-    ("record", "kernel.journal:Journal", "plan exchange wait no_work submitted device collective"),
+    ("record", "kernel.journal:Journal", "plan exchange wait wait_for_decode no_work submitted device collective"),
     ("rendezvous", "kernel.comm.rendezvous:SharedRendezvous", "exchange"),
     ("hand to the stream", "kernel.device.worker:WorkerStream", "submit"),
     ("await the stream", "kernel.device.worker:Completion", "wait"),

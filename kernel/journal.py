@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kernel.sched.policy import Plan
 
 _Key = tuple[Phase, Role]
+_AWAITED = FORM + "D {a}"
 _ITERATION, _SEGMENT, _EPOCH = FORM + "D {round}", FORM + "P e{epoch} [{a},{b})", FORM + "P e{epoch}"
 
 
@@ -31,7 +32,7 @@ class Journal:
         self._abandoned: set[Phase] = set()
         self._exchanges = 0
         self._lines: dict[Call, str] = {}
-        self._labels: dict[str, tuple[int, int, int, int]] = {}
+        self._labels: dict[str, tuple[int, int, int, int, int]] = {}
         self._tag = self._owner = ""
         self.moved = 0
         """Grows with everything that brings a turn nearer to its end; rounds alone do not."""
@@ -80,11 +81,11 @@ class Journal:
 
     def wait(self, owner: str, leaves: bool) -> None:
         """The loop's task waits for `owner`."""
-        self._owner = "" if leaves else owner
-        kind, what, number = Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER, owner, 0
-        if owner[:2] == "D " and owner[2:].isdecimal() and owner == f"D {int(owner[2:])}":
-            what, number = FORM + "D {a}", int(owner[2:])
-        self._event(kind, None, HOST, 0, 0, self.round, self.epoch, number, self._recorder.site(what), 0)
+        self._wait(owner, leaves, owner, 0)
+
+    def wait_for_decode(self, number: int, leaves: bool) -> None:
+        """The loop's task waits for the D iteration of round `number`."""
+        self._wait(f"D {number}", leaves, _AWAITED, number)
 
     def boundary(self, epoch: int, index: int) -> None:
         """P's host enqueue stands at a boundary."""
@@ -119,8 +120,8 @@ class Journal:
 
         size: logical rows of the phase's collectives, from the plan.
         """
-        self._labels[label] = (self.round, self.epoch, a, b)
         site = self._recorder.site(_form(label, self.round, self.epoch, a, b))
+        self._labels[label] = (self.round, self.epoch, a, b, site)
         self._event(Kind.SUBMIT, phase, phase, 0, 0, self.round, self.epoch, a, b, site)
         for call in calls:
             key = (phase, call.role)
@@ -135,11 +136,10 @@ class Journal:
             return
         known = self._labels.get(label) if what == "start" else self._labels.pop(label, None)
         if known is not None:
-            round_, epoch, a, b = known
+            round_, epoch, a, b, site = known
             # Decode without rows may go round for ever. Stream threads may lose a count to each other: it still grows.
             self.moved += what == "finish" and (phase is Phase.P or b > 0)
             kind = Kind.WORK_START if what == "start" else Kind.WORK_FINISH
-            site = self._recorder.site(_form(label, round_, epoch, a, b))
             self._event(kind, phase, phase, 0, 0, round_, epoch, a, b, site, time_ns)
 
     def collective(self, phase: Phase, call: Call, size: int, finished: bool) -> None:
@@ -164,6 +164,11 @@ class Journal:
         self._collective(Kind.FINISH if finished else Kind.START, key, call, self._started[key], size)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _wait(self, owner: str, leaves: bool, text: str, a: int) -> None:
+        self._owner = "" if leaves else owner
+        kind = Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER
+        self._event(kind, None, HOST, 0, 0, self.round, self.epoch, a, self._recorder.site(text), 0)
 
     def _text(self, kind: Kind, text: str) -> None:
         self._event(kind, None, HOST, 0, 0, self.round, self.epoch, 0, self._recorder.site(text), 0)

@@ -248,9 +248,9 @@ class Rank:
     async def d_drained(self) -> None:
         """Every D iteration enqueued so far has finished on this device."""
         for flight in list(self._flights):
-            self._journal.wait(f"D {flight.round}", leaves=False)
+            self._journal.wait_for_decode(flight.round, leaves=False)
             await asyncio.shield(flight.task)
-            self._journal.wait(f"D {flight.round}", leaves=True)
+            self._journal.wait_for_decode(flight.round, leaves=True)
 
     def launch(self) -> None:
         """Enqueue this round's D iteration, padded to the common bucket."""
@@ -340,9 +340,9 @@ class Rank:
         """Commit the D iterations of rounds up to `upto`: a constant lag, the same on every rank."""
         while self._flights and self._flights[0].round <= upto:
             flight = self._flights.popleft()
-            self._journal.wait(f"D {flight.round}", leaves=False)
+            self._journal.wait_for_decode(flight.round, leaves=False)
             sampled = await flight.task
-            self._journal.wait(f"D {flight.round}", leaves=True)
+            self._journal.wait_for_decode(flight.round, leaves=True)
             self._replica.harvest(flight.turns, sampled)
 
     async def _settle(self, upto: int) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from models.layers import ints
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -67,7 +69,7 @@ class Kept:
         if not same and not self._make(len(rows), depth):
             return None
         self._turns = [(request, start + 1) for request, start in here]
-        starts = torch.tensor([row.start for row in rows])
+        starts = ints([row.start for row in rows], "cpu")
         return Lanes(self, len(rows), depth * size, not same, (starts.unsqueeze(-1) + self._lanes).flatten())
 
     def layer(self, layer: int) -> Tensor:

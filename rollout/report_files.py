@@ -53,14 +53,14 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
         again += 1
         path = base.with_name(f"{base.name}-{again}")
     try:
-        path.exists()
+        begun = (path / "run.json").exists()
     except OSError as error:
         raise UsageError(f"--out {str(path)[:80]}...: {error.strerror}: choose another directory") from None
-    if (path / "run.json").exists() and not resume:
+    if begun and not resume:
         raise UsageError(
             f"--out {path}: it holds a run already (run.json): choose another directory, remove it, or --resume it"
         )
-    if resume and not (path / "run.json").exists():
+    if resume and not begun:
         raise UsageError(f"--resume: {path} holds no run (run.json): name its directory with --out")
     made = not path.exists()
     try:

@@ -110,9 +110,10 @@ class Line:
         value = self._present(field)
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             raise self.error(field, "must be an identifier (a string or an integer)")
-        if not str(value).isascii() and str(value).encode(errors="replace").decode() != value:
-            raise self.error(field, "must be text: it holds half of a surrogate pair")
-        return str(value)
+        try:
+            return str(value).encode().decode()
+        except UnicodeEncodeError:
+            raise self.error(field, "must be text: it holds half of a surrogate pair") from None
 
     def error(self, field: str, must: str) -> UsageError:
         """The error to raise about `field`."""

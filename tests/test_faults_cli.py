@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kernel.errors import UsageError
 from kernel.record import read_run
 from rollout.replay import read_rows
+from tests import commands
+from tests.commands import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import subprocess
+    from contextlib import AbstractContextManager
 
 for needed in ("torch", "uvloop", "numpy", "safetensors", "matplotlib"):
     pytest.importorskip(needed)
@@ -35,27 +35,9 @@ ARGUMENTS = (
 Key = tuple[str, int]
 
 
-@contextmanager
-def rollout(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, running; killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "turnstile", "rollout", *ARGUMENTS, "--out", str(out), *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
-    return found
+def rollout(out: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """This file's command."""
+    return commands.rollout(out, *ARGUMENTS, *arguments)
 
 
 def rows(out: Path) -> dict[Key, tuple[int, ...]]:

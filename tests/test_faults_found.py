@@ -20,7 +20,8 @@ from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout import fingerprint, nursery, replay, report_files, resume, trace
 from rollout.engine import Engine
-from tests.test_faults_cli import lines, rollout, rows, until
+from tests.commands import until
+from tests.test_faults_cli import lines, rollout, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,18 +11,19 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kernel.errors import UsageError
 from kernel.record import read_run
 from rollout.replay import read_rows
+from tests import commands
+from tests.commands import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 for needed in ("torch", "uvloop", "numpy", "safetensors", "matplotlib"):
     pytest.importorskip(needed)
@@ -91,26 +92,9 @@ POLICIES = """
 """
 
 
-@contextmanager
-def rollout(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "turnstile", "rollout", *SLICE, *WORLD, "--out", str(out), *arguments],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.05)
-    return found
+def rollout(out: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """This file's command."""
+    return commands.rollout(out, *SLICE, *WORLD, *arguments)
 
 
 def policies(folder: Path) -> Path:
