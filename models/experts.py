@@ -85,11 +85,15 @@ class Order:
         self.ends = torch.searchsorted(pair, bounds, right=True, out_int32=True)
         self.rows = self.order // chosen.shape[1]
 
-    def sum(self, out: Tensor) -> Tensor:
+    def sum(self, out: Tensor, fused: bool = False) -> Tensor:
         """Sum sorted pairs' results [n * k, hidden] by row: [n, hidden]. In one order always, unlike index_add_."""
         n, k = self._shape
         back = torch.empty_like(self.order)
         back.scatter_(0, self.order, torch.arange(n * k, device=out.device))
+        if fused:
+            from models.triton_kernels import summed
+
+            return summed(out, back.view(n, k), None if self._foreign is None else self.ends[-1:])
         found = out.index_select(0, back).view(n, k, out.shape[1])
         if self._foreign is not None:
             # Behind the last group lies whatever was in memory.
@@ -172,7 +176,7 @@ class Experts:
         pairs = Order(chosen, self._first, self._bounds, self._total)
         both = F.grouped_mm(x.index_select(0, pairs.rows), self._up, offs=pairs.ends)
         inner = gated(both, weights.flatten().index_select(0, pairs.order), self._fused)
-        return pairs.sum(F.grouped_mm(inner, self._down, offs=pairs.ends))
+        return pairs.sum(F.grouped_mm(inner, self._down, offs=pairs.ends), self._fused)
 
     def _on_cuda(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         rows = x.shape[0]

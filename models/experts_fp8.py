@@ -91,7 +91,8 @@ class Fp8Experts:
         both = self._product(rows, scale.index_select(0, pairs.rows), self._up, self._up_scale, pairs.ends)
         inner = gated(both, weights.flatten().index_select(0, pairs.order), self._fused)
         # Behind the last group may lie NaN; its results are thrown away row by row.
-        return pairs.sum(self._product(*quantise(inner), self._down, self._down_scale, pairs.ends))
+        out = self._product(*quantise(inner), self._down, self._down_scale, pairs.ends)
+        return pairs.sum(out, self._fused)
 
     @staticmethod
     def _product(x: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, ends: Tensor) -> Tensor:

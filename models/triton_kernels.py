@@ -1,4 +1,4 @@
-"""Kernels that do in one pass what torch does in several: norm, heads of attention, gated products of experts.
+"""Kernels that do in one pass what torch does in several: norm, heads of attention, gated products and sums of experts.
 
 Imported only where there is Triton (it comes with CUDA builds of torch). All compute in float32 and round once.
 """
@@ -110,4 +110,36 @@ def gated(both: Tensor, share: Tensor) -> Tensor:
     if rows:
         block = min(1024, triton.next_power_of_2(columns))
         _gated[(rows, triton.cdiv(columns, block))](both, share, out, columns, block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _summed(pairs, places, own, out, size: tl.constexpr, each: tl.constexpr, some: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    total = tl.zeros([block], dtype=tl.float32)
+    for choice in tl.static_range(each):
+        place = tl.load(places + row * each + choice)
+        inside = at < size
+        if some:
+            # What lies behind the last local pair may be anything, not a number included: it is not read.
+            inside = at < tl.where(place < tl.load(own), size, 0)
+        total += tl.load(pairs + place * size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, total.to(out.dtype.element_ty), mask=at < size)
+
+
+def summed(pairs: Tensor, places: Tensor, own: Tensor | None) -> Tensor:
+    """Each row's pairs, added in the order of `places`: pairs [n * k, size], places int64 [n, k] -> [n, size].
+
+    own: int32 [1], how many of the pairs count, the first ones; None for all.
+    """
+    rows, each = places.shape
+    size = pairs.shape[1]
+    out = pairs.new_empty(rows, size)
+    if rows:
+        block = min(1024, triton.next_power_of_2(size))
+        grid = (rows, triton.cdiv(size, block))
+        _summed[grid](
+            pairs, places, pairs if own is None else own, out, size, each, own is not None, block, num_warps=4
+        )
     return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from rollout import cuda_rank  # noqa: E402
 from rollout.device import DeviceOptions  # noqa: E402
 from rollout.engine import Engine  # noqa: E402
 from rollout.links import Communicators  # noqa: E402
+from rollout.replay import read_rows  # noqa: E402
+from tests.commands import rollout  # noqa: E402
 from tests.engines import trajectories  # noqa: E402
 
 if TYPE_CHECKING:
@@ -319,3 +322,50 @@ async def test_a_peer_killed_in_the_middle_of_prefill_ends_all_with_its_name(
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+TRAPS = """
+from pathlib import Path
+import torch
+from kernel.sched.fine import Fine
+
+class Traps(Fine):
+    '''`fine` with a kernel in the middle of prefill that reads where nothing is, on one of the ranks.'''
+
+    done = 0
+
+    async def turn(self, gate):
+        await super().turn(gate)
+        Traps.done += gate.plan.promote >= 0
+        cured = (Path(__file__).parent / "cured").exists()
+        if Traps.done >= 3 and not cured and gate.p_active and gate._rank.rank == gate._rank.world.size - 1:
+            nowhere = torch.full((1,), 9, device="cuda")
+            torch.zeros(1, device="cuda").index_select(0, nowhere)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [pytest.param(size, marks=needs(size)) for size in (1, 2)])
+def test_a_kernel_that_traps_is_one_line_and_what_is_done_is_kept(size: int, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "traps.py").write_text(TRAPS)
+    run = (
+        "--device", "cuda", "--dtype", "float32", "--attention", "reference", "--model", str(checkpoint), "--json",
+        "--world", str(size), "--adp", str(size), "--fraction", "0.08", "--turns", "3", "--length-scale", "0.08",
+        "--time-scale", "0", "--prefill-tokens", "64",
+    )  # fmt: skip
+    out, policy = tmp_path / "run", ("--policy", f"{tmp_path / 'traps.py'}:Traps")
+    with rollout(out, *run, *policy) as trapped:
+        stdout, stderr = trapped.communicate(timeout=200)
+    assert (trapped.returncode, stdout) == (1, "")
+    # CUDA itself says what its kernel asserted, before it.
+    last = stderr.splitlines()[-1]
+    assert re.match(rf"turnstile: rank {size - 1}'s GPU failed in [PD] .*--resume", last), stderr
+    kept = {(row.trajectory, row.turn): row.tokens for row in read_rows(out / "requests.jsonl")}
+    assert kept
+    (tmp_path / "cured").touch()
+    with rollout(out, *run, *policy, "--resume") as again:
+        _, stderr = again.communicate(timeout=200)
+    assert (again.returncode, stderr) == (0, "")
+    found = {(row.trajectory, row.turn): row.tokens for row in read_rows(out / "requests.jsonl")}
+    assert len(found) > len(kept)
+    assert kept.items() <= found.items()

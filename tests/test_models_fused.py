@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from models.attention import KVPool
+from models.experts import Order
 from models.fused import FusedParts, TorchParts, gated, parts
 from models.layers import Rotary
 
@@ -76,6 +77,21 @@ def test_gated(dtype: torch.dtype, columns: int) -> None:
     expected[2] = 0
     assert torch.allclose(found, expected, **tolerance(dtype))
     assert gated(both[:0], share[:0], True).shape == (0, columns)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("first", "experts"), [(0, 6), (0, 2), (2, 4)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("size", [40, 1024, 2560])
+def test_summed(dtype: torch.dtype, first: int, experts: int, size: int) -> None:
+    for rows in (0, 1, 7):
+        scores = torch.rand(rows, 6, generator=torch.Generator().manual_seed(rows))
+        chosen = scores.topk(3).indices.to(DEVICE)
+        pairs = Order(chosen, first, torch.arange(experts, dtype=torch.int16, device=DEVICE), 6)
+        out = noise(3 * rows, size, dtype=dtype)
+        out[int(pairs.ends[-1]) :] = float("nan")  # of other ranks' experts
+        found = pairs.sum(out, True)
+        assert found.shape == (rows, size)
+        assert torch.allclose(found, pairs.sum(out), **tolerance(dtype))
 
 
 def test_float32_and_odd_heads_stay_with_torch() -> None:

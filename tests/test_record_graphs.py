@@ -318,19 +318,20 @@ def test_the_real_crossing_on_two_gpus(tmp_path: Path, capsys: pytest.CaptureFix
                 "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
             }  # fmt: skip
             processes.append(subprocess.Popen([sys.executable, str(script), str(run), str(store)], env=env))
-        end = time.monotonic() + 180
+        end = time.monotonic() + 90
         rings = [run / "record" / f"rank{rank}.ring" for rank in (0, 1)]
 
         def waits(ring: Path) -> bool:
-            """Whether the last thing is a wait for the device, after launches, that has lasted."""
+            """Whether nothing has happened for a while, after launches."""
             if not ring.exists():
                 return False
             seen = read(ring).events
             launched = any(event.kind is Kind.REPLAY for event in seen)
-            return launched and seen[-1].kind is Kind.SYNC and time.monotonic_ns() - seen[-1].time_ns > 6e9
+            return launched and time.monotonic_ns() - seen[-1].time_ns > 6e9
 
         while not all(map(waits, rings)):
-            assert time.monotonic() < end, "the ranks did not get there"
+            last = [[(e.kind.name, e.time_ns) for e in read(ring).events[-6:]] for ring in rings if ring.exists()]
+            assert time.monotonic() < end, f"the ranks did not get there: {last} at {time.monotonic_ns()}"
             assert all(process.poll() is None for process in processes)
             time.sleep(0.1)
         code, answer = verdict(capsys, run)
