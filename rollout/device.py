@@ -124,8 +124,9 @@ class DeviceOptions:
             )
 
     def environment(self) -> dict[str, str]:
-        """Variables that CUDA and NCCL read once, when they start in a rank."""
-        found = {}
+        """Variables that CUDA, NCCL and torch's use of it read once, when they start in a rank."""
+        # A GPU that failed is ours to report: torch's watchdog of collectives would end the process with SIGABRT first.
+        found = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"} if self.device == "cuda" else {}
         if self.launch_order == "implicit":
             found["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
         if self.connections is not None:

@@ -162,10 +162,12 @@ def test_options_of_the_command_line_reach_the_ranks() -> None:
     argv = ["--device", "cuda", "--graphs", "off", "--launch-order", "implicit", "--connections", "1", "--check-quiet"]
     options = parse("rollout", argv).device
     assert options == DeviceOptions("cuda", graphs=False, launch_order="implicit", connections=1, quiet=True)
-    assert options.environment() == {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert DeviceOptions("cuda").environment() == {}
+    quiet = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+    assert options.environment() == quiet | {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert DeviceOptions("cuda").environment() == quiet
+    assert DeviceOptions("cpu").environment() == {}
     eager = parse("rollout", ["--device", "cuda", "--modules", "eager"]).device
-    assert eager.environment() == {"CUDA_MODULE_LOADING": "EAGER"}
+    assert eager.environment() == quiet | {"CUDA_MODULE_LOADING": "EAGER"}
     assert parse("compare", ["--demo"]).device == DeviceOptions()
 
 
