@@ -338,9 +338,10 @@ class Traps(Fine):
         await super().turn(gate)
         Traps.done += gate.plan.promote >= 0
         cured = (Path(__file__).parent / "cured").exists()
-        if Traps.done >= 3 and not cured and gate.p_active and gate._rank.rank == gate._rank.world.size - 1:
+        if 3 <= Traps.done < 99 and not cured and gate.p_active and gate._rank.rank == gate._rank.world.size - 1:
             nowhere = torch.full((1,), 9, device="cuda")
             torch.zeros(1, device="cuda").index_select(0, nowhere)
+            Traps.done = 99
 """
 
 

@@ -45,7 +45,7 @@ CROSSINGS: Final = {
 TURNS: Final = {
     "cycles": {"skew_ms": 20.0, "slow_ms": 0.0, "profile": False},
     "delayed": {"skew_ms": 0.0, "slow_ms": 10.0, "profile": False},
-    "overlap": {"skew_ms": 0.0, "slow_ms": 0.0, "profile": True},
+    "overlap": {"skew_ms": 0.0, "slow_ms": 4.0, "profile": True},  # without, P has hardly anything to overlap with
 }
 
 

@@ -64,7 +64,7 @@ def _ladder(name: str, found: dict[str, Any]) -> Iterator[str]:
     yield f"## The ordering ladder (`{name}`)"
     yield ""
     yield (
-        f"World {world['size']}, ADP {world['adp']}, EP {world['ep']}; model `{settings['model']}`, weights"
+        f"World {world['size']}, ADP {world['adp']}, EP {world['ep']}{_cut(world)}{_sms(device)}; model `{settings['model']}`, weights"
         f" {device['weights']}{_plus(device['quantization'])}; {shape['fraction']:g} of the trace"
         f" `{settings['trace']}`, lengths x {shape['length_scale']:g}, new tokens x {shape.get('context_scale', 1):g}"
         f" besides, {shape.get('turns') or 'all'} turns; {settings['rows']} rows and"
@@ -124,6 +124,15 @@ def _hazard(name: str, found: dict[str, Any]) -> Iterator[str]:
             told = [str(seen.pop("say"))] if "say" in seen else []
             lines.append([title, str(expected), ", ".join(told + [f"{key} {value}" for key, value in seen.items()])])
     yield from _markdown(lines)
+
+
+def _cut(world: dict[str, Any]) -> str:
+    cut = world.get("cut", "layer")
+    return "" if cut == "layer" else f", boundaries at each {cut}"
+
+
+def _sms(device: dict[str, Any]) -> str:
+    return f", prefill on {device['prefill_sms']} SMs" if device.get("prefill_sms") else ""
 
 
 def _plus(quantization: str | None) -> str:

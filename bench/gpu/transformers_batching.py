@@ -24,7 +24,7 @@ def main() -> int:
     made.add_argument("--repetitions", type=int, default=2)
     made.add_argument("--device", default="cuda")
     made.add_argument("--attention", default="sdpa")
-    made.add_argument("--blocks", type=int, default=8192)
+    made.add_argument("--blocks", type=int, default=512, help="of KV, 256 tokens each")
     made.add_argument("--batch-tokens", type=int, default=8192)
     given = made.parse_args()
     import torch
