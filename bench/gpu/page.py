@@ -66,8 +66,8 @@ def _ladder(name: str, found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"World {world['size']}, ADP {world['adp']}, EP {world['ep']}{_cut(world)}{_sms(device)}; model"
         f" `{settings['model']}`, weights {device['weights']}{_plus(device['quantization'])};"
-        f" {shape['fraction']:g} of the trace `{settings['trace']}`, lengths x {shape['length_scale']:g}, new tokens x {shape.get('context_scale', 1):g}"
-        f" besides, {shape.get('turns') or 'all'} turns; {settings['rows']} rows and"
+        f" {shape['fraction']:g} of the trace `{settings['trace']}`, lengths x {shape['length_scale']:g}, new tokens x"
+        f" {shape.get('context_scale', 1):g} besides, {shape.get('turns') or 'all'} turns; {settings['rows']} rows and"
         f" {settings['prefill_tokens']} prefill tokens a replica. {_where(found.get('about', []))}"
     )
     for workload, wait in dict.fromkeys((group["workload"], group["wait"]) for group in found["groups"]):
