@@ -23,7 +23,7 @@ from verify import words
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
-from verify.readers.found import Found
+from verify.readers.found import Found, Named
 from verify.readers.membership import damaged, resolve
 from verify.readers.transfers import Transfers, ends_of
 
@@ -75,6 +75,9 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     return Found(
         source, tuple(events), present, expected, (), (*unknown, BLIND), moved or None, frozenset(job.unsure),
         doubt=doubt,
+        named=tuple(
+            Named(*group.name, job.communicators[group]) for group in job.communicators if group not in job.disputed
+        ),
     )  # fmt: skip
 
 
