@@ -68,7 +68,8 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
         unknown.append(damaged(odd))
     moved = max((each.dump.moved_ns for each in mine), default=0)
     present = frozenset(each.rank for each in mine)
-    expected = present.union(*{group.members for group in job.groups.values() if group not in job.disputed})
+    lists = {id(group.members): group.members for group in job.groups.values() if group not in job.disputed}
+    expected = present.union(*lists.values())
     places = sorted({str(each.dump.path.parent) for each in mine})
     source = f"{len(mine)} Flight Recorder dump{'s' if len(mine) > 1 else ''} in {', '.join(places[:3])}"
     doubt = "the dumps contradict each other on who belongs to a group" if job.disputed or job.outside else ""
@@ -85,9 +86,11 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
     """The dumps in the order of their ranks; of several of one rank, the one that saw the latest call."""
     ways = []
     unknown: list[str] = []
-    same: dict[tuple[int, ...], frozenset[int]] = {}
+    same: dict[int, frozenset[int]] = {}
     for dump in dumps:
-        own = [same.get(each) or same.setdefault(each, frozenset(each)) for each in dump.groups.values() if each]
+        # By identity: dumps share their lists of members, which may be long.
+        lists = {id(each): each for each in dump.groups.values() if each}
+        own = [same.get(at) or same.setdefault(at, frozenset(each)) for at, each in lists.items()]
         possible = frozenset.intersection(*sorted(own, key=len)) if own else frozenset()
         stem = re.sub(r"\.(?:pickle|pkl|json|bin|dump|trace|txt|\d{14,})$", "", dump.path.name)
         numbers = [int(each) for each in re.findall(r"\d{1,9}", stem)]
@@ -146,6 +149,7 @@ class _Job:
         self.unknown += known.unknown
         self.labels = self._labels()
         self.communicators = {group: Communicator(group.members, label) for group, label in self.labels.items()}
+        self._orders: dict[int, dict[Name, int]] = {}
         self.used: dict[Group, set[bool]] = defaultdict(set)
         """Which groups have calls: collectives (False), transfers (True)."""
         self.collectives: dict[Group, dict[int, Column]] = defaultdict(dict)
@@ -212,7 +216,10 @@ class _Job:
             if (dump := self.dumps.get(rank)) is None:
                 continue
             ids = dump.ids
-            number = ids[group.name] if group.name in ids else _in_order(dump, ids).get(group.name)
+            if (number := ids.get(group.name)) is None:
+                if rank not in self._orders:
+                    self._orders[rank] = _in_order(dump, ids)
+                number = self._orders[rank].get(group.name)
             if number is not None and number in dump.status:
                 found[rank] = dump.status[number]
             mine = columns.get(rank)
