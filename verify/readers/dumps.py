@@ -57,6 +57,7 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     events that follow say how many they were. whole: none is left out.
     """
     mine, unknown = _whose(dumps)
+    mine = _since_made_anew(mine, unknown)
     job = _Job(mine)
     kept = everything(job.dumps) if whole else fold(job.dumps, job.collectives, job.told, job.transfers)
     events = [event for rank in job.dumps for event in job.events(rank, kept[rank])]
@@ -128,6 +129,34 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
                 f" without {names}"
             )
     return [Mine(rank, newest[rank]) for rank in newest], unknown
+
+
+def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
+    """The dumps without calls in groups that other ranks have destroyed and made anew since: numbers start again there.
+
+    A dump that holds everything since the start and shows a group less often is of before; of another one this is not
+    known.
+    """
+    often: dict[Name, int] = defaultdict(int)
+    for _, dump in mine:
+        for name, times in dump.again.items():
+            often[name] = max(often[name], times)
+    if not often:
+        return list(mine)
+    names = ", ".join(sorted(described or name for name, described in often)[:4])
+    unknown.append(f"{names}: made anew by the ranks during the job; calls of before are left out")
+    kept: list[Mine] = []
+    for rank, dump in mine:
+        old = {name for name, times in often.items() if dump.again.get(name, 0) < times}
+        used = {name for name, _ in dump.columns if name in old}
+        if used:
+            what = ", ".join(sorted(described or name for name, described in used)[:4])
+            when = "is of before that" if dump.whole else "may be of before that"
+            unknown.append(f"{dump.path.name}: what it shows of {what} {when}")
+        if used and dump.whole:
+            dump = replace(dump, columns={key: column for key, column in dump.columns.items() if key[0] not in used})
+        kept.append(Mine(rank, dump))
+    return kept
 
 
 def _age(dump: Dump) -> tuple[int, int, str]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import re
 from array import array
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from marshal import dumps as packed
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -61,13 +63,16 @@ FIELDS: Final = itemgetter(
 
 
 class _Entries(NamedTuple):
-    """The entries of a dump in the order of their records. ids: group -> process-local identifier."""
+    """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
+    process-local identifier. again: groups that were made anew -> how often.
+    """
 
     calls: list[Call]
     seqs: list[int]
     ids: dict[Name, int]
     moved_ns: int
     whole: bool
+    again: dict[Name, int]
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -81,6 +86,34 @@ def _fields(raw: Any) -> tuple[Any, ...]:
         get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"), get("time_discovered_started_ns"),
         get("time_discovered_completed_ns"),
     )  # fmt: skip
+
+
+def _made_again(calls: Sequence[Call], seqs: Sequence[int], numbers: Sequence[int]) -> tuple[dict[Name, int], set[int]]:
+    """Groups that a process destroyed and made anew under the same name, how often, and the places of calls before.
+
+    A process numbers its groups as it makes them: a name whose number grows while its sequence numbers start again
+    stands for one group after the other, not for two at a time.
+    """
+    lives: dict[Name, list[list[int]]] = defaultdict(list)
+    last: dict[Name, int] = {}
+    for at, (call, own) in enumerate(zip(calls, numbers, strict=True)):
+        mine = lives[call.group]
+        if own != last.get(call.group):
+            mine.append([])
+            last[call.group] = own
+        mine[-1].append(at)
+    again: dict[Name, int] = {}
+    gone: set[int] = set()
+    for name, mine in lives.items():
+        ids = [numbers[life[0]] for life in mine]
+        if (
+            len(mine) > 1
+            and ids == sorted(set(ids))
+            and all(seqs[new[0]] <= seqs[old[-1]] for old, new in pairwise(mine))
+        ):
+            again[name] = len(mine) - 1
+            gone.update(at for life in mine[:-1] for at in life)
+    return again, gone
 
 
 def _alike(one: Call, other: Call) -> bool:
@@ -121,6 +154,7 @@ class Decoder:
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, len(raw), entries.moved_ns,
                 entries.whole, tuple({call.odd for call in set(entries.calls) if call.odd is not None}), mark,
+                entries.again,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
@@ -133,6 +167,7 @@ class Decoder:
         calls: list[Call] = []
         seqs: list[int] = []
         ids: dict[Name, Any] = {}
+        numbers: list[int] = []
         moved = 0
         # By identity, while `raw` is alive: entries share their frames.
         known: dict[int, tuple[Site | None, bool]] = {}
@@ -160,15 +195,22 @@ class Decoder:
             calls.append(call)
             seqs.append(seq)
             ids[call.group] = pg_id
+            numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
                     moved = time
         if any(map(int.__gt__, records, records[1:])):
             order = sorted(range(len(records)), key=records.__getitem__)
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
+            numbers = [numbers[at] for at in order]
+        again: dict[Name, int] = {}
+        if len({number(each, -1) for each in ids.values()}) < len(set(numbers)):
+            again, gone = _made_again(calls, seqs, numbers)
+            calls = [call for at, call in enumerate(calls) if at not in gone]
+            seqs = [seq for at, seq in enumerate(seqs) if at not in gone]
         whole = bool(records) and min(records) == 0 and max(records) == len(records) - 1
         return _Entries(
-            calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole
+            calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again
         )
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
