@@ -291,9 +291,11 @@ class Decoder:
         """The members that a list of ranks, or its text, names: none where it is cut short ("0, 1, ...")."""
         if isinstance(members, list):
             members = ",".join(str(each) for each in members[:MEMBERS] if type(each) in (int, str))
-        if not isinstance(members, str) or "..." in members:
+        if not isinstance(members, str):
             return ()
         if (known := self._members.get(members)) is None:
+            if "..." in members:
+                return ()
             known = tuple(sorted({int(n) for n in re.findall(r"[0-9]{1,9}", members[: 10 * MEMBERS])}))
             # More ranks than any job has are no list of members.
             known = self._members[members] = known if len(known) <= RANKS else ()

@@ -251,6 +251,6 @@ def merge(found: Sequence[Found]) -> Found:
         orphaned=any(each.orphaned for each in found),
         remarks=tuple(remark for each in found for remark in each.remarks),
         doubt=next((each.doubt for each in found if each.doubt), ""),
-        named=tuple(dict.fromkeys(named for each in found for named in each.named)),
-        loose=tuple(dict.fromkeys(named for each in found for named in each.loose)),
+        named=tuple(named for each in found for named in each.named),
+        loose=tuple(named for each in found for named in each.loose),
     )
