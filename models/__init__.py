@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from kernel.ports import Model
     from kernel.topology import World
 
-__all__ = ["FAMILIES", "DecoderConfig", "check_split", "kv_bytes_per_token", "load", "parse_config", "read_config"]
+__all__ = [
+    "FAMILIES", "DecoderConfig", "check_split", "check_weights", "kv_bytes_per_token", "load", "parse_config",
+    "read_config",
+]  # fmt: skip
+
+
+def check_weights(path: str | Path, config: DecoderConfig) -> None:
+    """Look through the whole checkpoint in `path` before anybody takes its weights. Imports torch.
+
+    Raises UsageError, one line, where a file is cut off, tensors do not fit `config` (each listed), or hold no numbers.
+    """
+    import_module(FAMILIES[config.model_type].module).check(path, config)
 
 
 def load(

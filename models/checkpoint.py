@@ -73,10 +73,23 @@ class Checkpoint:
             raise UsageError(f"{self.path} does not fit its config.json: {'; '.join(problems)}")
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
-        """Copy `name[index]` into `out`, converting its type. `out` has the slice's shape."""
+        """Copy `name[index]` into `out`, converting its type. `out` has the slice's shape.
+
+        Raises UsageError where it holds NaN or infinity.
+        """
         part = self._slices[name][index]
+        self._finite(name, part)
         self.elements += part.numel()
         out.copy_(part)
+
+    def check_numbers(self, name: str) -> None:
+        """Raise UsageError where a tensor holds NaN or infinity."""
+        self._finite(name, self._slices[name][...])
+
+    def _finite(self, name: str, part: Tensor) -> None:
+        # The sum is not finite if an element is not, and takes no memory; it may be too large all the same.
+        if part.is_floating_point() and not part.sum(dtype=torch.float64).isfinite() and not part.isfinite().all():
+            raise UsageError(f"{self.path}: {name} holds numbers that are none (NaN or infinite): save the model again")
 
     def __enter__(self) -> Self:
         return self

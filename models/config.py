@@ -19,6 +19,7 @@ from models.fields import Fields
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+MOST_LAYERS: Final = 10_000
 DTYPES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Element types that models run in, and their bytes."""
 
@@ -68,6 +69,9 @@ class Qwen3MoeConfig(DecoderConfig):
 def _qwen3_moe(fields: Fields) -> Qwen3MoeConfig:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     kv_heads, layers = fields.integer("num_key_value_heads"), fields.integer("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        fields.refuse(f"num_hidden_layers is {layers:,}: no model has more than {MOST_LAYERS:,}")
+        layers = 1
     experts, chosen = fields.integer("num_experts", "num_local_experts"), fields.integer("num_experts_per_tok")
     head_dim = fields.integer("head_dim", default=max(1, hidden // heads))
     sparse_step = fields.integer("decoder_sparse_step", default=1)

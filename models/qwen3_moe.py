@@ -22,7 +22,7 @@ from models.fused import parts
 from models.inputs import HostSource
 from models.layers import Rotary, embed
 from models.products import product
-from models.qwen3_moe_weights import Weights, read_weights
+from models.qwen3_moe_weights import Weights, check_tensors, read_weights
 from models.shards import dtype_name, shard
 
 if TYPE_CHECKING:
@@ -170,6 +170,14 @@ class Qwen3Moe:
         if router is None:
             return experts.plain(x)
         return experts(x, *route(x, router, self.config.experts_per_token, self.config.norm_topk_prob))
+
+
+def check(path: str | Path, config: Qwen3MoeConfig) -> None:
+    """See `models.check_weights`."""
+    with Checkpoint(path) as checkpoint:
+        check_tensors(checkpoint, config)
+        for name in checkpoint.shapes:
+            checkpoint.check_numbers(name)
 
 
 def load(

@@ -130,8 +130,13 @@ def read_weights(
     misshapen.
     """
     part = shard(config, world, rank)
-    checkpoint.check(expected(config, checkpoint), allowed=("lm_head.weight",) if config.tie_word_embeddings else ())
+    check_tensors(checkpoint, config)
     return _Reader(checkpoint, config, part, dtype, device).weights()
+
+
+def check_tensors(checkpoint: Tensors, config: Qwen3MoeConfig) -> None:
+    """Raise UsageError when tensors are missing, unexpected or misshapen, with all of them."""
+    checkpoint.check(expected(config, checkpoint), allowed=("lm_head.weight",) if config.tie_word_embeddings else ())
 
 
 def _mlp(base: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence()
         return 1
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return _say(f"too many files are open ({error.strerror}): raise the limit, as `ulimit -n 1024` does", 2)
         if error.errno not in FULL:
             raise
         _silence()

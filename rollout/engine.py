@@ -259,7 +259,8 @@ class Engine:
     async def update_weights(self, path: str | Path) -> None:
         """Load a checkpoint of the same shape in place. Turns in flight pause meanwhile and go on under its weights.
 
-        KV kept between turns is dropped. Raises UsageError for a checkpoint of another shape.
+        KV kept between turns is dropped. Raises UsageError, and goes on with the old weights, for a checkpoint of
+        another shape, or that is cut off, incomplete, or holds NaN as this host sees it.
         """
         if models.read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
@@ -297,7 +298,14 @@ class Engine:
     async def _update(self, path: str) -> None:
         paused = self._paused
         await self.pause()
-        await self._change(UpdateWeights(path))
+        try:
+            # A rank that cannot load them could not go on, and the others neither.
+            await asyncio.to_thread(models.check_weights, path, self.config)
+            await self._change(UpdateWeights(path))
+        except UsageError:
+            if not paused:
+                await self.resume()
+            raise
         if not paused:
             await self.resume()
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -67,6 +68,9 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
         _check_private(path)
+        _check_way(path)
+        if links := sorted(each.name for each in path.iterdir() if each.is_symlink()):
+            raise UsageError(f"--out {path}: {links[0]} in it is a link, which is not followed: remove it")
         if resume:
             for name in ("run.json", "requests.jsonl"):
                 if (path / name).exists():
@@ -114,6 +118,19 @@ def _check_private(path: Path) -> None:
         raise UsageError(
             f"--out {path}: others may write it (mode {found.st_mode & 0o7777:o}): `chmod go-w` it, or choose another"
         )
+
+
+def _check_way(path: Path) -> None:
+    """Raise UsageError where another user could put another directory in the place of this one, or of one above it."""
+    for above in path.resolve().parents:
+        found = above.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            what = f"belongs to another user (uid {found.st_uid})"
+        elif found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            what = f"can be changed by others (mode {found.st_mode & 0o7777:o})"
+        else:
+            continue
+        raise UsageError(f"--out {path}: {above} above it {what}, who could replace it: choose a directory elsewhere")
 
 
 def slug(policy: str) -> str:

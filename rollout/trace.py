@@ -23,6 +23,7 @@ from kernel.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+LONGEST_MS: Final = 7 * 24 * 3600 * 1000
 PAPER_TRACE: Final = "paper"
 """The name of the trace that ships with the package."""
 
@@ -93,6 +94,13 @@ class Line:
         value = self._present(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(field, f"must be an integer of at least {least}")
+        return value
+
+    def wait(self, field: str, default: float | None = None) -> float:
+        """A number of milliseconds that somebody may wait for: at most `LONGEST_MS`."""
+        value = self.number(field, default)
+        if value > LONGEST_MS:
+            raise self.error(field, f"must be at most {LONGEST_MS:,} ms (seven days)")
         return value
 
     def number(self, field: str, default: float | None = None) -> float:

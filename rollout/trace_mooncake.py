@@ -53,13 +53,13 @@ def _session_turn(line: Line, before: Sequence[Turn]) -> Turn:
     new, output = line.integer("input_length", 1), line.integer("output_length", 1)
     arrival = line.number("timestamp") if line.record.get("timestamp") is not None else None
     if not before:
-        return Turn(new, output, line.number("delay", arrival or 0.0), 0, new, arrival)
+        return Turn(new, output, line.wait("delay", arrival or 0.0), 0, new, arrival)
     last = before[-1]
     between = 0.0
     if arrival is not None and last.arrival_ms is not None:
         between = _since(line, arrival, last.arrival_ms)
     retained = last.input_tokens + last.output_tokens
-    return Turn(new, output, line.number("delay", between), retained, retained + new, arrival)
+    return Turn(new, output, line.wait("delay", between), retained, retained + new, arrival)
 
 
 def _derived(line: Line, blocks: tuple[int, ...], holders: dict[int, _Request], name: str) -> _Request:

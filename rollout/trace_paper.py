@@ -30,6 +30,6 @@ def trajectories(lines: Sequence[Line]) -> tuple[Trajectory, ...]:
         if retained != context:
             # A replay sends what the model has generated, so it can keep all of the context or none of it.
             raise line.error("retained_tokens", f"must be {context}, the input and output of the turn before")
-        wait = line.number("wait_ms", None if turns else 0.0)
+        wait = line.wait("wait_ms", None if turns else 0.0)
         turns.append(Turn(new, line.integer("output_tokens", 1), wait, retained, retained + new))
     return tuple(Trajectory(name, tuple(turns)) for name, turns in conversations.items())

@@ -171,7 +171,7 @@ def test_a_run_that_enqueued_in_two_orders_is_refuted(check: Check, tmp_path: Pa
     world = World(2, 2, 2, route="all")
     record(tmp_path / "one", world, 2, steps)
     record(tmp_path / "two", world, 2, [steps[1], steps[0], *steps[2:]])
-    ring_path(tmp_path / "one", 1).write_bytes(ring_path(tmp_path / "two", 1).read_bytes())
+    ring_path(tmp_path / "two", 1).replace(ring_path(tmp_path / "one", 1))
     plain = answer(check(str(tmp_path / "one"), "--json"))
     assert (plain["verdict"], plain["class"]) == ("refuted", "cycle")
     assert plain["counterexample"]["chain"]
@@ -187,6 +187,7 @@ def test_capacity_is_judged_on_the_recorded_order(check: Check, tmp_path: Path) 
 
 def test_rings_that_are_cut_off_or_missing_leave_it_open(check: Check, recorded: Path) -> None:
     ring = ring_path(recorded, 1)
+    ring.chmod(0o600)
     ring.write_bytes(ring.read_bytes()[:-20_000])
     code, out, _ = check(str(recorded))
     assert code == 3

@@ -238,3 +238,29 @@ async def test_weights_are_updated_in_place_while_turns_are_in_flight(
         write_checkpoint(tmp_path / "wide", hidden=128)
         with pytest.raises(UsageError, match="its config differs"):
             await engine.update_weights(tmp_path / "wide")
+
+
+@pytest.mark.parametrize("how", ["cut", "lacking", "nan"])
+async def test_weights_that_cannot_be_used_are_refused_and_the_old_ones_stay(
+    how: str, checkpoint: Path, tmp_path: Path, nursery: Nursery
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = write_checkpoint(tmp_path / "new", seed=5) / "model.safetensors"
+    tensors = load_file(file)
+    if how == "lacking":
+        del tensors["model.norm.weight"]
+    else:
+        tensors["model.norm.weight"][1] = float("nan")
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    else:
+        save_file(tensors, file, metadata={"format": "pt"})
+    prompt, params = list(range(3, 30)), SamplingParams(max_tokens=20, ignore_eos=True)
+    async with Engine(checkpoint, WORLD, nursery=nursery) as engine:
+        old = await engine.generate(prompt, params)
+        turn = engine.session().generate(prompt, params)
+        with pytest.raises(UsageError, match=r"copy the checkpoint again|missing model\.norm|that are none"):
+            await engine.update_weights(tmp_path / "new")
+        assert (await turn).tokens == old.tokens
+        assert (await engine.generate(prompt, params)).tokens == old.tokens

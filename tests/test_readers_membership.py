@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,9 @@ from verify.readers.gather import gather
 from verify.readers.membership import resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+    from types import FrameType
 
 WORLD = {"0": ("default_pg", (0, 1, 2, 3)), "1": ("tp", (0, 1, 2, 3))}
 
@@ -163,3 +166,66 @@ def test_where_the_groups_leave_one_rank_only_that_one_is_believed(tmp_path: Pat
     found = gather([folder])
     assert found.present == {0, 1}
     assert "dump_rank_5: its name says rank 5, its groups rank 1, which is believed" in found.unknown
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Lines of the module that some work goes through, each turn of a loop one by one."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith("membership.py"):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(("groups", "members", "dumps"), [(300, 400, 1), (2, 400, 400), (1, 2, 400)])
+def test_groups_times_members_are_not_looked_through_one_by_one(groups: int, members: int, dumps: int) -> None:
+    """Many groups of one long list, a long list that many ranks hold, and many short ones that share a name."""
+    everybody = tuple(range(members))
+    listed = {
+        rank: {
+            (str(name), "g"): everybody if members > 2 else (rank - rank % 2, rank - rank % 2 + 1)
+            for name in range(groups)
+        }
+        for rank in range(dumps)
+    }
+    used = lines_run(lambda: resolve(listed, {}))
+    assert used < 55 * (groups * dumps + members)
+
+
+@given(st.lists(st.sets(st.integers(0, 12), min_size=1, max_size=4), min_size=1, max_size=8), st.data())
+def test_lists_that_have_ranks_in_common_are_found_together(lists: list[set[int]], data: st.DataObject) -> None:
+    """Against the closure of what two lists have in common."""
+    views = {tuple(sorted(each)): [data.draw(st.sampled_from(sorted(each)))] for each in lists}
+    name = ("0", "g")
+    listed = {rank: {name: members} for members, (rank,) in views.items()}
+    parts = [{members} for members in listed_of(listed)]
+    while (pair := joint(parts)) is not None:
+        one, other = pair
+        parts = [part for part in parts if part not in (one, other)] + [one | other]
+    found = resolve(listed, {})
+    contradicted = sum(len(part) > 1 for part in parts)
+    assert len(found.unknown) == contradicted
+
+
+def listed_of(listed: dict[int, dict[tuple[str, str], tuple[int, ...]]]) -> set[tuple[int, ...]]:
+    return {members for groups in listed.values() for members in groups.values()}
+
+
+def joint(parts: list[set[tuple[int, ...]]]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]] | None:
+    """Two parts that have a rank in common."""
+    for at, one in enumerate(parts):
+        for other in parts[at + 1 :]:
+            if {rank for members in one for rank in members} & {rank for members in other for rank in members}:
+                return one, other
+    return None

@@ -168,7 +168,7 @@ def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
         rec = recorder(tmp_path / "deep" / "er" / "r.ring")
     finally:
         os.umask(before)
-    assert rec.path.stat().st_mode & 0o777 == 0o600
+    assert rec.path.stat().st_mode & 0o777 == 0o400
     assert [entry.name for entry in rec.path.parent.iterdir()] == ["r.ring"], "no other file is left"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -251,11 +252,28 @@ ways = {
 }
 for number in range(4000):
     made.event(Kind.DECISION)
+os.chmod(path, 0o600)
 os.truncate(path, size)
 for name in (first, *ways):
     ways[name]()
 print("went on")
 """
+
+
+def test_its_own_user_cannot_truncate_a_ring_by_mistake(tmp_path: Path) -> None:
+    """A write behind the end of a mapped file ends a process by SIGBUS."""
+    made = Recorder(tmp_path / "own" / "rank0.ring", rank=0, groups={})
+    nobody = 65534 if os.getuid() == 0 else os.getuid()
+    if os.getuid() == 0:
+        for path in (made.path, made.path.parent):
+            os.chown(path, nobody, -1)
+    with contextlib.chdir(made.path.parent):
+        tried = subprocess.run(["truncate", "-s", "0", "rank0.ring"], capture_output=True, user=nobody, check=False)
+    assert tried.returncode != 0
+    for _ in range(100_000):
+        made.event(Kind.DECISION)
+    assert read(made.path).events
+    Recorder(made.path, rank=0, groups={})  # what comes after it takes its place
 
 
 @pytest.mark.parametrize("first", ["site", "beat", "close"])

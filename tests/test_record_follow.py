@@ -178,6 +178,7 @@ def test_a_ring_that_is_cut_while_it_is_followed_is_no_crash(tmp_path: Path) -> 
     write(rec, 5, 0)
     follower = RingFollower(rec.path)
     follower.look()
+    rec.path.chmod(0o600)
     os.truncate(rec.path, 4096)
     assert not follower.look().recording.events
     os.truncate(rec.path, 10)

@@ -33,12 +33,15 @@ def intruder(home: Path) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; its exit code (2 when a package is not ours)."""
-    _open_standard()
-    if line := intruder(Path(__file__).resolve().parent.parent):
-        print("turnstile:", line, file=sys.stderr)
-        return 2
-    from rollout.cli import main as command
-
+    try:
+        _open_standard()
+        if line := intruder(Path(__file__).resolve().parent.parent):
+            print("turnstile:", line, file=sys.stderr)
+            return 2
+        from rollout.cli import main as command
+    except KeyboardInterrupt:  # while modules are loaded
+        print("turnstile: interrupted", file=sys.stderr)
+        return 130
     return command(argv)
 
 

@@ -10,7 +10,9 @@ sizes, dtype, splits, peer and tag, the line of the program, what the host waits
 Flight Recorder dumps hold none of the last four.
 
 Needs torch. What it cannot see: `tensor.item()` and other implicit waits for a device, and calls that other libraries
-make to NCCL, MPI or NVSHMEM by themselves.
+make to NCCL, MPI or NVSHMEM by themselves. Rings may be deleted at any time, but not shortened while their process
+runs (a log rotation that truncates as root): a write behind the end of a mapped file ends a process by SIGBUS. Their
+mode, 0400, stops everybody else.
 """
 
 from __future__ import annotations

@@ -178,9 +178,9 @@ ROOTS = frozenset(Standing) - {Standing.BLOCKED}
 """Standings that wait for nobody."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Host:
-    """A host thread. waits: the launches it waits for, all of them or any.
+    """A host thread; equal to itself only. waits: the launches it waits for, all of them or any.
 
     presumed: that it waits is concluded from its open launches, not seen. ahead: the calls that it would still issue,
     None where that is unknown. made: what it has issued calls on, as far as the evidence goes.

@@ -61,7 +61,7 @@ def ring_path(run: str | os.PathLike[str], rank: int) -> Path:
 
 
 class Recorder:
-    """Appends events to a new ring file at `path` (mode 0600), replacing an older one there.
+    """Appends events to a new ring file at `path` (mode 0400: written here only), replacing an older one there.
 
     rank: of this process. groups: name of each communicator -> its member ranks, in group order; the same name with
     other members is another communicator. meta: whatever a reader should know, as JSON: `world`, `size`, `policy`,
@@ -72,8 +72,9 @@ class Recorder:
     are one step each. Between them another thread may run, so a reader can find a gap, which it counts. Not to be used
     by a forked child.
     Raises UsageError when the file cannot be made: its blocks are taken here, since a full disk would otherwise kill
-    the process at some later event. A file that somebody shortens later is given up by the next
-    `beat`, `site` or `close`, in a line on standard error.
+    the process at some later event. A file that somebody shortens all the same (its mode stops everybody but root) is
+    given up by the next `beat`, `site` or `close`, in a line on standard error; an event written before that, behind
+    the new end of the file, ends the process by SIGBUS. Deleting the file, or its directory, harms nobody.
     """
 
     def __init__(
@@ -241,7 +242,9 @@ class Recorder:
 
         Its size is looked at by `beat`, `close` and for new strings, not before each event: that look lets go of the
         interpreter lock, which would cost a busy rank more than the event does. A program that is stuck and beats is
-        safe, then; one that writes an event before the next beat is not.
+        safe, then; one that writes an event before the next beat is not. Nothing that is free prevents that: memory
+        that cannot be shortened (sealed, or without a name) is gone when the process dies, which is when it is needed,
+        and writing by system calls lets go of the interpreter lock at every event.
         """
         self._map = mmap.mmap(-1, self._size)
         self._there = lambda: self._size
@@ -330,6 +333,8 @@ def _create(path: Path, first: bytes, size: int) -> mmap.mmap:
         _reserve(fd, size)
         mapped = mmap.mmap(fd, size)
         mapped[: len(first)] = first
+        # Nobody but this mapping has to write to it, and what shortens it kills who does.
+        os.fchmod(fd, 0o400)
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)

@@ -5,9 +5,11 @@ A spec is `NAME` or `NAME:key=value,key=value`; values are numbers, or numbers j
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +25,8 @@ from kernel.sched.normal import Normal
 from kernel.sched.unordered import Unordered
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from kernel.sched.policy import Limits, Policy
 
 GROUP = "turnstile.policies"
@@ -109,7 +113,8 @@ def _from_file(name: str) -> type[Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module
     try:
-        spec.loader.exec_module(module)
+        with _one_process():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         # The loader compiles under the absolute path; a SyntaxError may be of another file that this one imports.
         origin = spec.origin or str(file)
@@ -121,6 +126,31 @@ def _from_file(name: str) -> type[Any]:
         found = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == label]
         raise UsageError(f"policy file {path} has no class {attribute!r}: it has {', '.join(found) or 'none'}")
     return _checked(getattr(module, attribute), name)
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Leaving at once, and splitting in two, raise SystemExit meanwhile: there would be nobody to say why, or two."""
+    before = {name: getattr(os, name) for name in ("_exit", "fork", "forkpty", "abort") if hasattr(os, name)}
+    loading = True
+
+    def instead(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if not loading:
+                return before[name](*args)
+            told = ", ".join(map(str, args))
+            raise SystemExit(f"a policy must not call os.{name}({told}) while it is imported")
+
+        return call
+
+    for name in before:
+        setattr(os, name, instead(name))
+    try:
+        yield
+    finally:
+        loading = False
+        for name, original in before.items():
+            setattr(os, name, original)
 
 
 def _last_line(error: BaseException, file: str) -> int:

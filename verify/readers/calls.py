@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,7 +16,7 @@ from verify.events import Site
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 MEMBERS: Final = 1 << 20
@@ -114,7 +114,8 @@ class Dump:
     status: process-local id -> last enqueued and last completed number. ids: group -> process-local id, as calls tell.
     batches: those of this dump and perhaps of others, each once. columns: (group, whether transfers) -> its calls.
     rows, entries: how many batches and entries. moved_ns: latest time. whole: nothing was dropped since the start.
-    odd: names of operations that are damaged; their calls have none. mark: equal for copies of a file.
+    odd: names of operations that are damaged; their calls have none. mark: equal for copies of a file. again: groups
+    that the process made anew after it had destroyed them -> how often; only the calls since then are here.
     """
 
     path: Path
@@ -131,6 +132,7 @@ class Dump:
     whole: bool
     odd: tuple[str, ...] = ()
     mark: bytes = b""
+    again: Mapping[Name, int] = field(default_factory=dict)
 
 
 def batch_of(entries: Sequence[Call]) -> Batch:

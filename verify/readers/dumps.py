@@ -23,7 +23,7 @@ from verify import words
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
-from verify.readers.found import Found
+from verify.readers.found import Found, Named
 from verify.readers.membership import damaged, resolve
 from verify.readers.transfers import Transfers, ends_of
 
@@ -57,6 +57,7 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     events that follow say how many they were. whole: none is left out.
     """
     mine, unknown = _whose(dumps)
+    mine = _since_made_anew(mine, unknown)
     job = _Job(mine)
     kept = everything(job.dumps) if whole else fold(job.dumps, job.collectives, job.told, job.transfers)
     events = [event for rank in job.dumps for event in job.events(rank, kept[rank])]
@@ -68,13 +69,17 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
         unknown.append(damaged(odd))
     moved = max((each.dump.moved_ns for each in mine), default=0)
     present = frozenset(each.rank for each in mine)
-    expected = present.union(*{group.members for group in job.groups.values() if group not in job.disputed})
+    lists = {id(group.members): group.members for group in job.groups.values() if group not in job.disputed}
+    expected = present.union(*lists.values())
     places = sorted({str(each.dump.path.parent) for each in mine})
     source = f"{len(mine)} Flight Recorder dump{'s' if len(mine) > 1 else ''} in {', '.join(places[:3])}"
     doubt = "the dumps contradict each other on who belongs to a group" if job.disputed or job.outside else ""
     return Found(
         source, tuple(events), present, expected, (), (*unknown, BLIND), moved or None, frozenset(job.unsure),
         doubt=doubt,
+        named=tuple(
+            Named(*group.name, job.communicators[group]) for group in job.communicators if group not in job.disputed
+        ),
     )  # fmt: skip
 
 
@@ -82,9 +87,11 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
     """The dumps in the order of their ranks; of several of one rank, the one that saw the latest call."""
     ways = []
     unknown: list[str] = []
-    same: dict[tuple[int, ...], frozenset[int]] = {}
+    same: dict[int, frozenset[int]] = {}
     for dump in dumps:
-        own = [same.get(each) or same.setdefault(each, frozenset(each)) for each in dump.groups.values() if each]
+        # By identity: dumps share their lists of members, which may be long.
+        lists = {id(each): each for each in dump.groups.values() if each}
+        own = [same.get(at) or same.setdefault(at, frozenset(each)) for at, each in lists.items()]
         possible = frozenset.intersection(*sorted(own, key=len)) if own else frozenset()
         stem = re.sub(r"\.(?:pickle|pkl|json|bin|dump|trace|txt|\d{14,})$", "", dump.path.name)
         numbers = [int(each) for each in re.findall(r"\d{1,9}", stem)]
@@ -124,6 +131,34 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
     return [Mine(rank, newest[rank]) for rank in newest], unknown
 
 
+def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
+    """The dumps without calls in groups that other ranks have destroyed and made anew since: numbers start again there.
+
+    A dump that holds everything since the start and shows a group less often is of before; of another one this is not
+    known.
+    """
+    often: dict[Name, int] = defaultdict(int)
+    for _, dump in mine:
+        for name, times in dump.again.items():
+            often[name] = max(often[name], times)
+    if not often:
+        return list(mine)
+    names = ", ".join(sorted(described or name for name, described in often)[:4])
+    unknown.append(f"{names}: made anew by the ranks during the job; calls of before are left out")
+    kept: list[Mine] = []
+    for rank, dump in mine:
+        old = {name for name, times in often.items() if dump.again.get(name, 0) < times}
+        used = {name for name, _ in dump.columns if name in old}
+        if used:
+            what = ", ".join(sorted(described or name for name, described in used)[:4])
+            when = "is of before that" if dump.whole else "may be of before that"
+            unknown.append(f"{dump.path.name}: what it shows of {what} {when}")
+        if used and dump.whole:
+            dump = replace(dump, columns={key: column for key, column in dump.columns.items() if key[0] not in used})
+        kept.append(Mine(rank, dump))
+    return kept
+
+
 def _age(dump: Dump) -> tuple[int, int, str]:
     return dump.moved_ns, dump.entries, str(dump.path)
 
@@ -143,6 +178,7 @@ class _Job:
         self.unknown += known.unknown
         self.labels = self._labels()
         self.communicators = {group: Communicator(group.members, label) for group, label in self.labels.items()}
+        self._orders: dict[int, dict[Name, int]] = {}
         self.used: dict[Group, set[bool]] = defaultdict(set)
         """Which groups have calls: collectives (False), transfers (True)."""
         self.collectives: dict[Group, dict[int, Column]] = defaultdict(dict)
@@ -209,7 +245,10 @@ class _Job:
             if (dump := self.dumps.get(rank)) is None:
                 continue
             ids = dump.ids
-            number = ids[group.name] if group.name in ids else _in_order(dump, ids).get(group.name)
+            if (number := ids.get(group.name)) is None:
+                if rank not in self._orders:
+                    self._orders[rank] = _in_order(dump, ids)
+                number = self._orders[rank].get(group.name)
             if number is not None and number in dump.status:
                 found[rank] = dump.status[number]
             mine = columns.get(rank)

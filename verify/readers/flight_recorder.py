@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import re
 from array import array
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import pairwise
 from marshal import dumps as packed
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -33,6 +35,7 @@ from verify.readers.calls import (
     text,
 )
 from verify.readers.found import Damaged
+from verify.readers.repeats import thin
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from verify.events import Site
     from verify.readers.calls import Name
     from verify.readers.found import Found
+    from verify.readers.repeats import Shapes, Thin
 
 LARGEST: Final = 64 << 20
 """Bytes of a dump: far beyond what the largest ring with stacks takes."""
@@ -61,13 +65,17 @@ FIELDS: Final = itemgetter(
 
 
 class _Entries(NamedTuple):
-    """The entries of a dump in the order of their records. ids: group -> process-local identifier."""
+    """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
+    process-local identifier. again: groups that were made anew -> how often.
+    """
 
     calls: list[Call]
     seqs: list[int]
     ids: dict[Name, int]
     moved_ns: int
     whole: bool
+    again: dict[Name, int]
+    odd: tuple[str, ...]
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -81,6 +89,34 @@ def _fields(raw: Any) -> tuple[Any, ...]:
         get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"), get("time_discovered_started_ns"),
         get("time_discovered_completed_ns"),
     )  # fmt: skip
+
+
+def _made_again(calls: Sequence[Call], seqs: Sequence[int], numbers: Sequence[int]) -> tuple[dict[Name, int], set[int]]:
+    """Groups that a process destroyed and made anew under the same name, how often, and the places of calls before.
+
+    A process numbers its groups as it makes them: a name whose number grows while its sequence numbers start again
+    stands for one group after the other, not for two at a time.
+    """
+    lives: dict[Name, list[list[int]]] = defaultdict(list)
+    last: dict[Name, int] = {}
+    for at, (call, own) in enumerate(zip(calls, numbers, strict=True)):
+        mine = lives[call.group]
+        if own != last.get(call.group):
+            mine.append([])
+            last[call.group] = own
+        mine[-1].append(at)
+    again: dict[Name, int] = {}
+    gone: set[int] = set()
+    for name, mine in lives.items():
+        ids = [numbers[life[0]] for life in mine]
+        if (
+            len(mine) > 1
+            and ids == sorted(set(ids))
+            and all(seqs[new[0]] <= seqs[old[-1]] for old, new in pairwise(mine))
+        ):
+            again[name] = len(mine) - 1
+            gone.update(at for life in mine[:-1] for at in life)
+    return again, gone
 
 
 def _alike(one: Call, other: Call) -> bool:
@@ -101,38 +137,43 @@ class Decoder:
     _calls: dict[tuple[bytes, int], Call] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
     _members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _shapes: Shapes = field(default_factory=dict)
 
     def decode(self, path: Path) -> Dump:
         """As the function does."""
         with _undisturbed():
-            data, mark = _plain(path)
+            data, mark, repeated = _plain(path, self._shapes)
             if not isinstance(data, dict) or not ({"entries", "pg_config", "pg_status"} & data.keys()):
                 raise UsageError(
                     f"{path}: no Flight Recorder dump: it has neither entries nor groups; name another file"
                 )
             raw = data.get("entries") or []
-            if not isinstance(raw, list) or len(raw) > ENTRIES:
+            many = 0 if not isinstance(raw, list) else len(raw) if repeated is None else len(repeated.order)
+            if not isinstance(raw, list) or many > ENTRIES:
                 raise Damaged(f"{path}: damaged: its entries are no list, or more than {ENTRIES:,}; dump it again")
-            entries = self._entries(path, raw)
+            entries = self._entries(path, raw, repeated)
             columns, rows = self._columns(entries.calls, entries.seqs)
             rank = data.get("rank")
             dump = Dump(
                 path, rank if type(rank) is int and 0 <= rank < LATEST else None,
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
-                _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, len(raw), entries.moved_ns,
-                entries.whole, tuple({call.odd for call in set(entries.calls) if call.odd is not None}), mark,
+                _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, many, entries.moved_ns,
+                entries.whole, entries.odd, mark,
+                entries.again,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
         return dump
 
-    def _entries(self, path: Path, raw: list[Any]) -> _Entries:
+    def _entries(self, path: Path, raw: list[Any], repeated: Thin | None) -> _Entries:
+        """repeated: where `raw` lacks entries that are like others."""
         if len(self._calls) > KEPT:
             self._calls.clear()
         records: list[int] = []
         calls: list[Call] = []
         seqs: list[int] = []
         ids: dict[Name, Any] = {}
+        numbers: list[int] = []
         moved = 0
         # By identity, while `raw` is alive: entries share their frames.
         known: dict[int, tuple[Site | None, bool]] = {}
@@ -155,21 +196,36 @@ class Decoder:
                     raise ValueError("no sequence number")
             except (KeyError, TypeError, ValueError) as error:
                 what = f"{type(error).__name__} {str(error)[:60]!r}"
+                at = at if repeated is None else repeated.order.index(at)
                 raise Damaged(f"{path}: entry {at} is damaged ({what}): dump it again, or leave it out") from None
             records.append(record if type(record) is int else number(record))
             calls.append(call)
             seqs.append(seq)
             ids[call.group] = pg_id
+            numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
                     moved = time
+        distinct, lives = list({id(call): call for call in calls}.values()), set(numbers)
+        if repeated is not None:
+            records, seqs, latest = _spread(path, repeated, records, calls, seqs)
+            moved = max(moved, latest)
+            calls = [calls[like] for like in repeated.order]
+            numbers = [numbers[like] for like in repeated.order]
         if any(map(int.__gt__, records, records[1:])):
             order = sorted(range(len(records)), key=records.__getitem__)
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
+            numbers = [numbers[at] for at in order]
+        again: dict[Name, int] = {}
+        if len({number(each, -1) for each in ids.values()}) < len(lives):
+            again, gone = _made_again(calls, seqs, numbers)
+            calls = [call for at, call in enumerate(calls) if at not in gone]
+            seqs = [seq for at, seq in enumerate(seqs) if at not in gone]
         whole = bool(records) and min(records) == 0 and max(records) == len(records) - 1
         return _Entries(
-            calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole
-        )
+            calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again,
+            tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)),
+        )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
         """The innermost frame outside of torch, else the innermost."""
@@ -235,9 +291,11 @@ class Decoder:
         """The members that a list of ranks, or its text, names: none where it is cut short ("0, 1, ...")."""
         if isinstance(members, list):
             members = ",".join(str(each) for each in members[:MEMBERS] if type(each) in (int, str))
-        if not isinstance(members, str) or "..." in members:
+        if not isinstance(members, str):
             return ()
         if (known := self._members.get(members)) is None:
+            if "..." in members:
+                return ()
             known = tuple(sorted({int(n) for n in re.findall(r"[0-9]{1,9}", members[: 10 * MEMBERS])}))
             # More ranks than any job has are no list of members.
             known = self._members[members] = known if len(known) <= RANKS else ()
@@ -256,8 +314,37 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _plain(path: Path) -> tuple[Any, bytes]:
-    """The data of a file: from a pickle without a class, or from JSON."""
+def _spread(
+    path: Path, repeated: Thin, records: list[int], calls: list[Call], seqs: list[int]
+) -> tuple[list[int], list[int], int]:
+    """Records and sequence numbers of all entries, from those of the ones left; the latest time of the others."""
+    plans = {
+        like: (plan.record, plan.transfer if calls[like].transfer else plan.collective, plan.times)
+        for like, plan in repeated.plans.items()
+    }
+    all_records: list[int] = []
+    all_seqs: list[int] = []
+    latest = 0
+    for like, row in zip(repeated.order, repeated.rows, strict=True):
+        if row is None:
+            all_records.append(records[like])
+            all_seqs.append(seqs[like])
+            continue
+        one, other, times = plans[like]
+        all_records.append(records[like] if one is None else row[one])
+        all_seqs.append(seqs[like] if other is None else row[other])
+        for time in times:
+            if row[time] > latest:
+                latest = row[time]
+    if all_seqs and not 0 <= min(all_seqs) <= max(all_seqs) < LATEST:
+        raise Damaged(f"{path}: an entry has no sequence number: dump it again, or leave it out")
+    return all_records, all_seqs, latest
+
+
+def _plain(path: Path, shapes: Shapes) -> tuple[Any, bytes, Thin | None]:
+    """The data of a file, from a pickle without a class, or from JSON; its mark; and what its entries lack, where those
+    that are like others were left out.
+    """
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -272,16 +359,32 @@ def _plain(path: Path) -> tuple[Any, bytes]:
         raise Damaged(f"{path}: empty: the dump was not written; dump it again, or leave the file out")
     mark = blake2b(content, digest_size=16).digest()
     if content[:1] == b"\x80":
+        if (found := _thin(content, shapes)) is not None:
+            return found[0], mark, found[1]
         try:
-            return pickled.load(content), mark
+            return pickled.load(content), mark, None
         except pickled.UnsafePickle as error:
             raise UsageError(f"{path}: unsafe pickle, not loaded: {error}; a Flight Recorder dump never does") from None
         except ValueError as error:
             raise Damaged(f"{path}: damaged pickle ({error}): dump it again, or leave the file out") from None
     try:
-        return plain_json.load(content), mark
+        return plain_json.load(content), mark, None
     except ValueError as error:
         raise Damaged(f"{path}: damaged JSON ({str(error)[:80]}): dump it again, or leave the file out") from None
+
+
+def _thin(content: bytes, shapes: Shapes) -> tuple[Any, Thin] | None:
+    """The data of a pickle without entries that are like others, and of these; None where it has to be read whole, as
+    what is damaged.
+    """
+    if (small := thin(content, shapes)) is None:
+        return None
+    try:
+        data = pickled.load(small.data)
+    except ValueError:
+        return None
+    entries = data.get("entries") if isinstance(data, dict) else None
+    return (data, small) if isinstance(entries, list) and len(entries) == small.left else None
 
 
 def _status(status: Any) -> dict[int, tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kernel.errors import UsageError
 from verify.events import NOTHING, Confidence, Event, Kind, State
@@ -11,7 +11,7 @@ from verify.events import NOTHING, Confidence, Event, Kind, State
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from verify.events import Site
+    from verify.events import Communicator, Site
 
 
 class Damaged(UsageError):
@@ -25,6 +25,9 @@ LOOK_AGAIN = "look again before believing that it is stuck"
 """How a line of `unknown` ends that is about a rank that moved a moment ago."""
 AFTER = "it failed after another one: "
 """How a remark begins of a rank that raised what comes of another one's end."""
+MEMBERS_UNTOLD = "who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
+GROUP_UNTOLD = "some timeouts do not say which group they are of"
+"""How lines of `unknown` end that other evidence may settle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,14 @@ class Stack:
     awake: bool = False
 
 
+class Named(NamedTuple):
+    """A process group of torch: its name and description there, and what events call it."""
+
+    name: str
+    description: str
+    communicator: Communicator
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What one file, log or process told.
@@ -53,7 +64,8 @@ class Found:
     replays and host waits too. doubt: why nothing that is wrong in this would not mean that nothing is; "" if it would.
     lively: ranks that moved a moment ago, and may move again. idle: ranks that have not left and of which the evidence
     shows no wait: they may be on their way to a call. orphaned: all ranks gave up since their launcher was gone.
-    remarks: of a rank, what helps whoever has to look at it.
+    remarks: of a rank, what helps whoever has to look at it. named: groups of which it is known who belongs to them.
+    loose: those that only the ranks are known of which speak of them.
     """
 
     source: str
@@ -70,11 +82,18 @@ class Found:
     idle: frozenset[int] = frozenset()
     orphaned: bool = False
     remarks: tuple[tuple[int, str], ...] = ()
+    named: tuple[Named, ...] = ()
+    loose: tuple[Named, ...] = ()
 
 
-def nothing_open(rank: int) -> Event:
-    """An event that says of a rank without any other one that it is there and has nothing open, as evidence shows."""
-    return Event(rank, Kind.WAIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
+def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:
+    """An event that says of a rank without any other one that it is there and has nothing open, as evidence shows.
+
+    group, sequence: its last call there, which is over.
+    """
+    return Event(
+        rank, Kind.WAIT, communicator=group, sequence=sequence, state=State.COMPLETED, confidence=Confidence.INFERRED
+    )
 
 
 def waits_for_nothing(rank: int, thread: str = "") -> Event:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kernel.errors import UsageError
 from verify.events import Kind
 from verify.readers.found import Damaged, Found
+from verify.readers.joined import join
 from verify.runs import has_rings, several
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
     from verify.readers.found import Reader
 
-READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deepep", "nccl_log", "watchdog")
+READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deaths", "deepep", "nccl_log", "watchdog")
 """Modules of this package that export READER; the more particular formats first."""
-LOGS: Final = ("deepep", "nccl_log", "watchdog")
+LOGS: Final = ("stacks", "deaths", "deepep", "nccl_log", "watchdog")
 """Readers of lines in logs: one log may hold lines of each."""
 STRICT: Final = "flight recorder"
 """The reader whose files are refused for more than damage: what it does not leave out itself is an error."""
@@ -229,6 +230,7 @@ def merge(found: Sequence[Found]) -> Found:
     """Several pieces of evidence as one. Each rank's events stay in the order of their source; how it left comes last,
     whichever file told it.
     """
+    found = join(found)
     present = frozenset[int]().union(*(each.present for each in found))
     # A record of everything says more than what else there is of a rank, and says it once.
     best = {rank: number for number, each in enumerate(found) for rank in each.whole}
@@ -249,4 +251,6 @@ def merge(found: Sequence[Found]) -> Found:
         orphaned=any(each.orphaned for each in found),
         remarks=tuple(remark for each in found for remark in each.remarks),
         doubt=next((each.doubt for each in found if each.doubt), ""),
+        named=tuple(named for each in found for named in each.named),
+        loose=tuple(named for each in found for named in each.loose),
     )

@@ -24,6 +24,11 @@ SEATS = 1 << 19
 BIGGEST = 1 << 26
 """Bytes of a file that has to be read whole (JSON)."""
 
+_PROGRESS = re.compile(r"(?!wandb:).{0,200}\b(?:step|epoch|iter(?:ation)?)\b\W{0,4}\d", re.IGNORECASE)
+"""A line of a rank that goes on: its exception was caught and logged, or it was started again."""
+
+PREFIX = re.compile(r"^\s*\[(?:rank|default)\s?\d{1,7}\]:\s?")
+"""What stands before a line in a log of several ranks."""
 _RANK_PREFIX = re.compile(r"\[(?:rank|default)\s?(\d{1,7})\]:")
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|r)[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _STREAM_NAMES = frozenset({"stderr.log", "stdout.log", "stderr", "stdout", "error.json"})
@@ -110,6 +115,11 @@ def distinct(paths: Sequence[Path]) -> list[Path]:
 def named(paths: Sequence[Path]) -> str:
     """Several files by name, in few words."""
     return ", ".join(path.name for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def goes_on(line: str) -> bool:
+    """Whether a line of a rank's says that it goes on, as lines of a loop do."""
+    return _PROGRESS.match(PREFIX.sub("", line)) is not None
 
 
 def rank_in(line: str, path: Path) -> int | None:

@@ -37,12 +37,13 @@ class Membership(NamedTuple):
 
 def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, Iterable[Name]]) -> Membership:
     """Who belongs to which group. listed: rank -> its groups, () where no members are. called: rank -> what it used."""
-    views: dict[Name, Views] = defaultdict(lambda: defaultdict(list))
+    sets = _Sets()
+    views: dict[Name, Views] = defaultdict(dict)
     users: dict[Name, set[int]] = defaultdict(set)
     for rank, groups in listed.items():
         for name, members in groups.items():
             if members:
-                views[name][members].append(rank)
+                views[name].setdefault(sets.one(members), []).append(rank)
     for rank, names in called.items():
         for name in names:
             if not listed[rank].get(name):
@@ -52,23 +53,22 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
     disputed: set[Group] = set()
     dismissed: set[Group] = set()
     for name, mine in sorted(views.items()):
-        for part in _contradictions(mine):
+        for part in _contradictions(mine, sets):
             members, sure = _believed(part)
             holders = (rank for ranks in part.values() for rank in ranks)
             settled |= {(rank, name): members for rank in (*members, *holders)}
             unknown.append(_told(name, part, members if sure else ()))
             disputed |= set() if sure else {Group(name, members)}
             dismissed |= {Group(name, each) for each in part if each != members}
-    world = tuple(sorted({*listed, *(rank for mine in views.values() for members in mine for rank in members)}))
+    world = tuple(sorted(frozenset(listed).union(*sets.each(members for mine in views.values() for members in mine))))
     found: dict[tuple[int, Name], Group] = {}
     outside: set[tuple[int, Name]] = set()
     guessed: set[Name] = set()
-    same: dict[Members, Members] = {}
     for rank, groups in listed.items():
         for name in dict.fromkeys([*groups, *called.get(rank, ())]):
             members = settled.get((rank, name)) or groups.get(name) or ()
             held = [] if members else [each for each in views[name] if Group(name, each) not in dismissed]
-            others = [each for each in held if rank in each]
+            others = [each for each in held if rank in sets.of(each)]
             if len(others) == 1:
                 members = others[0]
             if not members and name[1] == "default_pg":
@@ -76,10 +76,9 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
             if not members and name in users:
                 members = tuple(sorted(users[name]))
                 guessed.add(name)
-            if members and rank not in members:
+            if members and rank not in sets.of(members):
                 outside.add((rank, name))
-            # One object for equal lists: comparing those of thousands of ranks takes long.
-            found[rank, name] = Group(name, same.setdefault(members, members))
+            found[rank, name] = Group(name, sets.one(members))
     if guessed:
         labels = sorted(desc or name for name, desc in guessed)
         unknown.append(
@@ -89,20 +88,62 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
     return Membership(found, frozenset(disputed), frozenset(outside), tuple(unknown))
 
 
-def _contradictions(views: Views) -> list[Views]:
+class _Sets:
+    """Lists of members as sets, and one list for all equal ones: looking through those of thousands of ranks takes
+    long, and thousands of dumps hold the same list.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Members, Members, frozenset[int]]] = {}
+        self._equal: dict[Members, tuple[Members, frozenset[int]]] = {}
+
+    def _find(self, members: Members) -> tuple[Members, Members, frozenset[int]]:
+        # By identity, of lists that are kept alive here.
+        if (known := self._known.get(id(members))) is None:
+            equal = self._equal.setdefault(members, (members, frozenset(members)))
+            known = self._known[id(members)] = members, *equal
+        return known
+
+    def of(self, members: Members) -> frozenset[int]:
+        """The set of a list."""
+        return self._find(members)[2]
+
+    def one(self, members: Members) -> Members:
+        """The list that stands for all equal ones."""
+        return self._find(members)[1]
+
+    def each(self, lists: Iterable[Members]) -> list[frozenset[int]]:
+        """The sets of some lists, each once."""
+        return list({id(found): found for found in map(self.of, lists)}.values())
+
+
+def _contradictions(views: Views, sets: _Sets) -> list[Views]:
     """The lists of one group that have ranks in common with another list, together; those of their own are left out.
 
     A list without the rank that holds it contradicts itself.
     """
-    parts: list[tuple[set[int], Views]] = []
-    for members, ranks in views.items():
-        everybody, mine = {*members, *ranks}, {members: list(ranks)}
-        for other in [part for part in parts if not part[0].isdisjoint(everybody)]:
-            parts.remove(other)
-            everybody |= other[0]
-            mine |= other[1]
-        parts.append((everybody, mine))
-    return [mine for everybody, mine in parts if len(mine) > 1 or not everybody <= set(next(iter(mine)))]
+    lists = list(views)
+    if len(lists) == 1 and sets.of(lists[0]).issuperset(views[lists[0]]):
+        return []
+    whose: dict[int, int] = {}
+    part = list(range(len(lists)))
+
+    def root(at: int) -> int:
+        while part[at] != at:
+            part[at] = at = part[part[at]]
+        return at
+
+    for at, members in enumerate(lists):
+        for rank in (*members, *views[members]):
+            if (other := whose.setdefault(rank, at)) != at:
+                part[root(other)] = root(at)
+    parts: dict[int, Views] = defaultdict(dict)
+    for at, members in enumerate(lists):
+        parts[root(at)][members] = list(views[members])
+    return [
+        mine for mine in parts.values()
+        if len(mine) > 1 or not sets.of(next(iter(mine))).issuperset(*mine.values())
+    ]  # fmt: skip
 
 
 def _believed(views: Views) -> tuple[Members, bool]:

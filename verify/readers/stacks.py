@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from verify.events import Site
 from verify.readers import plain_json
 from verify.readers.found import Found, Stack
-from verify.readers.lines import MOST, file_lines, holds, rank_in, rank_of_file, unusable, whole_file
+from verify.readers.lines import MOST, file_lines, goes_on, holds, rank_in, rank_of_file, unusable, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +44,8 @@ _FAULT_THREAD = re.compile(
 _FAULT_FRAME = re.compile(r'^.{0,80}?  File "(?P<file>.*)", line (?P<line>\d{1,9}|\?{3}) in (?P<function>.+?)\s*$')
 _TITLE_RANK = re.compile(r"(?:--(?:node|global|local)?[-_]?rank[= ]|\brank[ =:_])(\d{1,7})\b")
 _LOCAL = re.compile(r"--(?:local|node)[-_]?rank")
+FATAL: Final = re.compile(r"Fatal Python error: .{1,200}")
+"""The first line that faulthandler writes of a process that is over: see `verify.readers.deaths`."""
 _MARKS = (b"most recent call first", b"Process ", b"(active", b"(idle", b'"owns_gil"')
 
 
@@ -73,7 +75,7 @@ class StacksReader:
         if first[:1] == "{" or (first[:1] == "[" and not re.match(r"\[[a-z]+\s?\d+\]:", first)):
             stacks = from_json(whole_file(WHAT, path), path)
         else:
-            stacks = from_lines((line for _, line in file_lines(WHAT, path)), path)
+            stacks = from_lines((line for _, line in file_lines(WHAT, path)), path, over=True)
         return found(path.name, stacks)
 
 
@@ -124,9 +126,13 @@ def from_json(data: bytes | str, path: Path, rank: int | None = None) -> list[St
     return stacks
 
 
-def from_lines(lines: Iterable[str], path: Path, rank: int | None = None) -> list[Stack]:
-    """The threads in the text of py-spy or faulthandler, in its order. Raises UsageError where there is none."""
+def from_lines(lines: Iterable[str], path: Path, rank: int | None = None, over: bool = False) -> list[Stack]:
+    """The threads in the text of py-spy or faulthandler, in its order. Raises UsageError where there is none.
+
+    over: those that a fatal error printed are left out, as nobody stands there any more, and may be all there is.
+    """
     stacks: list[Stack] = []
+    dead: set[int | None] = set()
     frames: list[Site] = []
     pid, titled, kind, kept = None, None, "", 0
 
@@ -151,9 +157,18 @@ def from_lines(lines: Iterable[str], path: Path, rank: int | None = None) -> lis
         elif thread := _FAULT_THREAD.search(line):
             end()
             whose = rank if rank is not None else rank_in(line, path)
+            if whose in dead:
+                kind = ""
+                continue
             # faulthandler marks the thread that runs, which is the holder only while it itself has the lock.
             stacks.append(Stack(whose, (thread["name"] or thread["tid"])[:LONGEST_NAME], (), None, None))
             kind, kept = "fault", kept + 1
+        elif over and FATAL.search(line):
+            end()
+            dead.add(rank_in(line, path))
+            kind = ""
+        elif dead and goes_on(line):
+            dead.discard(rank_in(line, path))
         elif kind and len(frames) < DEEPEST:
             frame = (_SPY_FRAME if kind == "spy" else _FAULT_FRAME).match(line)
             if frame is not None:
@@ -161,7 +176,7 @@ def from_lines(lines: Iterable[str], path: Path, rank: int | None = None) -> lis
                 frames.append(Site(frame["file"], number, frame["function"][:LONGEST_NAME]))
                 kept += 1
     end()
-    if not stacks:
+    if not stacks and not dead:
         raise unusable(WHAT, path, "no stack in it", DO)
     return stacks
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, Site, State
-from verify.readers.found import AFTER, Found, nothing_open
-from verify.readers.lines import MOST, brief, file_lines, holds, named, rank_in, rank_of_file, unusable
+from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, Found, Named, nothing_open
+from verify.readers.lines import MOST, PREFIX, brief, file_lines, goes_on, holds, named, rank_in, rank_of_file, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,15 +55,14 @@ _OPERATIONS: Final = {
 }
 _PAIRS: Final = frozenset({"SEND", "RECV", "COALESCED"})
 UNSEEN: Final = "a transfer that cannot be paired"
-_PREFIX = re.compile(r"^\s*\[(?:rank|default)\s?\d{1,7}\]:\s?")
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt|Exit))(?P<text>:.*)?$")
+_OWN = re.compile(r"^(?P<type>(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80}[a-z]\w{0,80})(?P<text>:.*)?$")
+"""The exception of a traceback whose class is named as the program likes; a level of a log is all in capitals."""
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,200})$')
 _LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages|python3\.\d+)/|^<")
 _LOST_ONE = re.compile(r"(?:^|\.)Dist(?:Backend|Network)Error$")
 _MAY_HAVE_LOST_ONE = re.compile(r"(?:^|\.)(?:RuntimeError|OSError|TimeoutError|Connection\w{0,20}Error)$")
 _CONSEQUENCE = re.compile(r"NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
-_PROGRESS = re.compile(r"(?!wandb:).{0,200}\b(?:step|epoch|iter(?:ation)?)\b\W{0,4}\d", re.IGNORECASE)
-"""A line of a rank that goes on: its exception was caught, and logged."""
 
 
 class WatchdogReader:
@@ -136,6 +135,8 @@ class _Lines:
         """(rank, number) of sends and receives that timed out."""
         self.raised: dict[int, tuple[str, Site | None]] = {}
         self.after: dict[int, str] = {}
+        self.inside: set[int] = set()
+        """Ranks whose last line was of a frame of a traceback, after which its exception may come."""
         """Ranks that raised what comes of another one's end -> what."""
 
     def take(self, path: Path) -> None:
@@ -177,13 +178,18 @@ class _Lines:
 
     def _trace(self, line: str, rank: int, tracing: dict[int, Site | None]) -> None:
         """A line of a traceback. tracing: ranks in the middle of one -> its last line of the program so far."""
-        text = _PREFIX.sub("", line)
+        text = PREFIX.sub("", line)
         if text.startswith("Traceback (most recent call last)"):
             tracing[rank] = None
-        elif rank in tracing and (frame := _FRAME.match(text)):
-            if not _LIBRARY.search(frame["file"]):
-                tracing[rank] = Site(frame["file"], int(frame["line"]), frame["function"].strip())
-        elif rank in tracing and (found := _EXCEPTION.match(text)):
+            self.inside.discard(rank)
+        elif rank in tracing and text.startswith("  "):
+            if frame := _FRAME.match(text):
+                self.inside.add(rank)
+                if not _LIBRARY.search(frame["file"]):
+                    tracing[rank] = Site(frame["file"], int(frame["line"]), frame["function"].strip())
+        elif rank in tracing and (
+            found := _EXCEPTION.match(text) or (_OWN.match(text) if rank in self.inside else None)
+        ):
             site = tracing.pop(rank)
             # What a rank raises because others are gone or late is no cause.
             kind = found["type"]
@@ -194,7 +200,9 @@ class _Lines:
             else:
                 self.kept += 1
                 self.after.setdefault(rank, brief(text))
-        elif (rank in self.raised or rank in self.after) and rank not in tracing and _PROGRESS.match(text):
+        elif rank in tracing:
+            self.inside.discard(rank)
+        elif (rank in self.raised or rank in self.after) and goes_on(text):
             self.raised.pop(rank, None)
             self.after.pop(rank, None)
             self.kept += 1
@@ -225,9 +233,7 @@ class _Lines:
         ]
         unknown = []
         if self.groups:
-            unknown.append(
-                f"{source}: who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
-            )
+            unknown.append(f"{source}: {MEMBERS_UNTOLD}")
         if self.transfers:
             unknown.append(f"{source}: with whom sends and receives pair is not in a watchdog's lines")
         if self.nameless:
@@ -237,7 +243,7 @@ class _Lines:
         if unclear:
             unknown.append(f"{source}: of {unclear} timeouts of equal number it is not told which group they are of")
         if UNNAMED in self.groups:
-            unknown.append(f"{source}: some timeouts do not say which group they are of")
+            unknown.append(f"{source}: {GROUP_UNTOLD}")
         ranks = frozenset(self.seen)
         # A rank whose lines do not speak of a group may have lost them; one that left by an exception waits in none.
         silent = frozenset(
@@ -248,6 +254,7 @@ class _Lines:
         )
         return Found(
             source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent,
+            loose=tuple(Named(*name, self._communicator(name, labels[name])) for name in self.groups),
             remarks=tuple((rank, f"{AFTER}{text}") for rank, text in sorted(self.after.items())),
         )  # fmt: skip
 
@@ -260,6 +267,9 @@ class _Lines:
         named = set(group.status) | {rank for rank, _ in group.timeouts}
         return named | self.seen if DEFAULT in name or name == UNNAMED else named
 
+    def _communicator(self, name: Name, label: str) -> Communicator:
+        return Communicator(tuple(sorted(self._members(name, self.groups[name]))), label)
+
     def _labels(self) -> dict[Name, str]:
         """What people call each group: its description, with its name where several share one."""
         shared = Counter(desc or name for name, desc in self.groups)
@@ -270,7 +280,7 @@ class _Lines:
 
     def _events(self, name: Name, label: str, group: _Group) -> list[Event]:
         members = self._members(name, group)
-        communicator = Communicator(tuple(sorted(members)), label)
+        communicator = self._communicator(name, label)
         operations: dict[int, Told] = {}
         for (_, seq), told in sorted(group.timeouts.items()):
             operations.setdefault(seq, told)
@@ -288,7 +298,8 @@ class _Lines:
                 if own is None and enqueued < seq:
                     # A rank whose lines do not speak of the group may have lost them: only the others are known.
                     if rank in group.status:
-                        events.append(nothing_open(rank))
+                        last = enqueued - 1 if enqueued == completed > 0 else None
+                        events.append(nothing_open(rank, communicator, last))
                     continue
                 events.append(
                     Event(

@@ -4,7 +4,9 @@
     patches   replaces attributes, and puts them back
     shapes    the arguments of each method of a process group -> what of it is noted
     quick     the same for the calls that a training step repeats, at little cost
-    groups    wrappers of process groups, their Work, stores, and of making and destroying groups
+    groups    wrappers of process groups and their Work
+    futures   wrappers of the futures that a Work gives, and of any other
+    life      wrappers of stores, and of making and destroying groups
     device    wrappers of device synchronisation and of CUDA graphs
     below     calls that C++ makes: DistributedDataParallel's reducer, functional collectives
     deep_ep   wrappers of DeepEP's buffers

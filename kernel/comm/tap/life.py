@@ -32,7 +32,8 @@ class Life:
     def put(self, patches: Patches) -> None:
         """Wrap the functions, under every name that loaded modules have for them, and the methods of stores."""
         c10d = dist.distributed_c10d
-        patches.function(c10d, "init_process_group", lambda one: self._together(one, self._initialised))
+        self.notes.lives = int(dist.is_initialized())
+        patches.function(c10d, "init_process_group", self._joins)
         patches.function(c10d, "new_group", lambda one: self._together(one, self._made))
         patches.function(c10d, "split_group", lambda one: self._together(one, self._split))
         patches.function(c10d, "destroy_process_group", lambda one: self._together(one, self._destroyed))
@@ -66,6 +67,25 @@ class Life:
             return result
 
         return call
+
+    def _joins(self, original: Any) -> Callable[..., Any]:
+        """A default group, perhaps after another one."""
+        together = self._together(original, self._initialised)
+
+        def init_process_group(*args: Any, **named: Any) -> Any:
+            result = together(*args, **named)
+            if not self.off:
+                try:
+                    self.notes.lives += 1
+                    mine, own = dist.get_rank(), self.notes.recorder.rank
+                    if mine != own:
+                        what = f"calls of this process as rank {mine} of its default group no. {self.notes.lives}"
+                        self.notes.broken(what, ValueError(f"its record is that of rank {own}"))
+                except Exception as error:
+                    self.notes.broken("a default group", error)
+            return result
+
+        return init_process_group
 
     def _note(self, name: str, ranks: Sequence[int], op: str = CREATION) -> Note:
         return self.notes.call(self.notes.plain(name, ranks), Call(op, medium="host"), 0, 0, (), ())

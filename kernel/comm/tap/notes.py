@@ -90,6 +90,8 @@ class Notes:
         """(id of an exception, number of the call that raised it), the newest ones."""
         self.newest = 0
         """One more than the number of the newest call's event."""
+        self.lives = 0
+        """How often this process has joined a default group."""
         self._groups: dict[ref[Any], Known] = {}
         self._named: Counter[str] = Counter()
         self._labels: dict[Any, Known] = {}
@@ -189,9 +191,12 @@ class Notes:
                 size = process_group.size()
                 ranks = list(range(size)) if c10d.is_initialized() and size == c10d.get_world_size() else None
             name = _label(process_group)
+            if self.lives > 1:
+                # Its numbers start again. All ranks count alike, whether they used those before or not.
+                name += f" ({self.lives})"
             self._named[name] += 1
             if self._named[name] > 1:
-                name += f" ({self._named[name]})"
+                name += f", made {self._named[name]} times"
             backend, base = "", 0
             try:
                 backend = c10d.get_backend(process_group)

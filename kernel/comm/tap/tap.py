@@ -17,6 +17,7 @@ import torch.distributed as dist
 from kernel.comm.tap.below import Below
 from kernel.comm.tap.deep_ep import DeepEP
 from kernel.comm.tap.device import Device
+from kernel.comm.tap.futures import Futures
 from kernel.comm.tap.groups import Groups
 from kernel.comm.tap.life import Life
 from kernel.comm.tap.notes import Notes
@@ -126,9 +127,7 @@ class Tap:
         if size is not None and size > 0:
             meta["size"] = size
         try:
-            self._recorder = Recorder(
-                path, rank=rank, groups={}, meta=meta, capacity=self._capacity, strings=STRINGS
-            )
+            self._recorder = Recorder(path, rank=rank, groups={}, meta=meta, capacity=self._capacity, strings=STRINGS)
         except (UsageError, OSError) as error:
             why = str(error).partition(": choose another")[0]
             print(f"turnstile: no record of rank {rank}: {why}: give record.install a directory that it can write, on a"
@@ -140,7 +139,7 @@ class Tap:
         watch = self._watch = Watch(notes)
         device = Device(notes, watch)
         groups = Groups(notes, device, watch)
-        self._parts = [device, groups, Life(notes), Below(groups), DeepEP(notes, device)]
+        self._parts = [device, groups, Futures(groups), Life(notes), Below(groups), DeepEP(notes, device)]
         for part in self._parts:
             part.put(self._patches)
         self._recorder.beat()

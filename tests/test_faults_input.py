@@ -1,0 +1,175 @@
+"""Unusable input that used to end a command silently, late, or with a traceback: one line and exit code 2 each."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kernel.errors import UsageError
+from kernel.sched import registry
+from models.config import read_config
+from rollout import report_files, trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HOUSE = Path(__file__).resolve().parent.parent
+
+
+def turnstile(*arguments: object, prepare: Callable[[], None] | None = None) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command."""
+    done = subprocess.run(
+        [sys.executable, "-m", "turnstile", *map(str, arguments)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(HOUSE)}, preexec_fn=prepare, timeout=300,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("call", ["os._exit(0)", "os.fork()", "os.abort()", "os.forkpty()"])
+def test_a_policy_that_leaves_or_splits_while_it_is_imported(call: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import os\n\n{call}\n")
+    code, out, err = turnstile("rollout", "--policy", f"{file}:Mine", "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    what = f"SystemExit: a policy must not call {call.partition('(')[0]}"
+    assert err.startswith(f"turnstile: policy file {file}:3: {what}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_policy_takes_from_os_works_once_it_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import os\nfrom os import fork as split\nfrom kernel.sched.planner import Planner\n\n"
+                    "class Mine(Planner):\n    name = 'mine'\n    child = staticmethod(split)\n")  # fmt: skip
+    before = os.fork
+    made = registry._from_file(f"{file}:Mine")
+    assert os.fork is before
+    script = tmp_path / "forks.py"
+    script.write_text("import os, sys\nfrom kernel.sched import registry\n"
+                      f"made = registry._from_file('{file}:Mine')\npid = made.child()\n"
+                      "os._exit(7) if pid == 0 else None\n"
+                      "sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n")  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(HOUSE)}
+    assert subprocess.run([sys.executable, script], env=env, check=False).returncode == 7
+    assert made.name == "mine"
+
+
+def test_too_few_open_files_are_one_line(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+
+    code, _, err = turnstile("rollout", "--out", tmp_path / "out", prepare=few)
+    assert code != 0
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+    assert "open" in err
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755])
+def test_a_directory_below_one_that_others_can_change(mode: int, tmp_path: Path) -> None:
+    above = tmp_path / "above"
+    (above / "mine").mkdir(parents=True)
+    above.chmod(mode)
+    try:
+        if mode == 0o777:
+            with pytest.raises(UsageError, match=r"above it can be changed by others \(mode 777\), who could"):
+                report_files.directory(above / "mine" / "out")
+        else:
+            assert report_files.directory(above / "mine" / "out").is_dir()
+    finally:
+        above.chmod(0o700)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory away")
+def test_a_directory_below_one_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, -1)
+    with pytest.raises(UsageError, match="above it belongs to another user"):
+        report_files.directory(tmp_path / "theirs" / "out")
+
+
+@pytest.mark.parametrize("name", ["requests.jsonl", "run.json", "record"])
+def test_a_link_in_a_fresh_directory_is_not_followed(name: str, tmp_path: Path) -> None:
+    target, out = tmp_path / "target", tmp_path / "out"
+    out.mkdir(mode=0o700)
+    target.write_text("precious")
+    if name == "run.json":
+        target.unlink()  # a run there would be one to resume
+    (out / name).symlink_to(target)
+    with pytest.raises(UsageError, match=f"{name} in it is a link, which is not followed: remove it"):
+        report_files.directory(out)
+    assert not target.exists() or target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("wait", [1e300, 7 * 86_400_000 + 1])
+def test_a_wait_without_end_in_a_trace(wait: float, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    lines = [json.loads(line) for line in _two_turns()]
+    lines[1]["wait_ms"] = wait
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UsageError, match=r"t\.jsonl:2: field 'wait_ms' is .*: it must be at most 604,800,000 ms"):
+        trace.read(file)
+    lines[1]["wait_ms"] = 7 * 86_400_000
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert trace.read(file).trajectories
+
+
+def _two_turns() -> list[str]:
+    """The first two requests of a conversation of the trace that ships."""
+    lines = (HOUSE / "rollout" / "data" / "paper_replay_1265.jsonl").read_text().splitlines()
+    first = json.loads(lines[0])["conversation_id"]
+    return [line for line in lines if json.loads(line)["conversation_id"] == first][:2]
+
+
+def test_more_layers_than_any_model_has(tmp_path: Path) -> None:
+    from models.tiny import write_checkpoint
+
+    model = write_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1_000_000_000}))
+    with pytest.raises(UsageError, match=r"num_hidden_layers is 1,000,000,000: no model has more than 10,000"):
+        read_config(model)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(bad: float, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    from kernel.topology import World
+    from models.checkpoint import Checkpoint
+    from models.qwen3_moe_weights import read_weights
+    from models.tiny import write_checkpoint
+
+    model = write_checkpoint(tmp_path / "model")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = bad
+    save_file(tensors, file, metadata={"format": "pt"})
+    what = r"model\.norm\.weight holds numbers that are none"
+    with Checkpoint(model) as opened, pytest.raises(UsageError, match=what):
+        read_weights(opened, read_config(model), World(1), 0, torch.float32)
+
+
+@pytest.mark.parametrize("hits", [1, 2])
+def test_an_interrupt_while_modules_are_loaded_is_no_traceback(hits: int, tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from turnstile import __main__ as face\n"
+        "class Finder:\n    def find_spec(self, name, *rest):\n"
+        f"        if name == 'rollout.cli': [os.kill(os.getpid(), signal.SIGINT) for _ in range({hits})]\n"
+        "sys.meta_path.insert(0, Finder())\nsys.exit(face.main(['--version']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(HOUSE)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "turnstile: interrupted\n")
