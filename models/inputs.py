@@ -20,23 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel.request import Row
+    from models.native import Native
 
 
-class Inputs(Protocol):
-    """The rows of one forward, n fed tokens.
-
-    positions: [n, 1, 1] int64. cells: where the tokens' keys and values go (`KVPool.cells`).
-    """
+class Ends(Protocol):
+    """What a forward begins and ends with, n fed tokens."""
 
     tokens: int
-    positions: Tensor
-    cells: Tensor
 
     def ids(self) -> Tensor:
         """The fed token ids [n], those that the device keeps in slots among them."""
-
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """Attention over the rows' contexts, which the pool already holds. Shapes as `attention.attend`."""
 
     def pick(self, hidden: Tensor) -> Tensor:
         """The rows of hidden [n, hidden] that a token is drawn from."""
@@ -45,10 +38,23 @@ class Inputs(Protocol):
         """Draw from the logits of the picked rows, keep the draws in the slots and return them, row by row."""
 
 
+class Inputs(Ends, Protocol):
+    """The rows of one forward, as layers made of torch's operations need them.
+
+    positions: [n, 1, 1] int64. cells: where the tokens' keys and values go (`KVPool.cells`).
+    """
+
+    positions: Tensor
+    cells: Tensor
+
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention over the rows' contexts, which the pool already holds. Shapes as `attention.attend`."""
+
+
 class Source(Protocol):
     """Makes the inputs of eager forwards."""
 
-    def begin(self, phase: Phase, rows: Sequence[Row]) -> Inputs:
+    def begin(self, phase: Phase, rows: Sequence[Row]) -> Inputs | NativeInputs:
         """Inputs of one forward of `rows`."""
 
 
@@ -102,12 +108,45 @@ class HostInputs:
         return [None if row.sample is None else next(drawn) for row in rows]
 
 
+class NativeInputs:
+    """Rows of one token each, which their slots keep, for the kernels of `models.native`. All of them draw."""
+
+    def __init__(self, rows: Sequence[Row], slots: Tensor, native: Native) -> None:
+        self._rows, self._slots, self.native = rows, slots, native
+        native.rows.begin(rows)
+        self.tokens = len(rows)
+
+    def ids(self) -> Tensor:
+        """See `Ends`."""
+        return self._slots.index_select(0, self.native.rows.slots)
+
+    def pick(self, hidden: Tensor) -> Tensor:
+        """See `Ends`."""
+        return hidden
+
+    def draw(self, logits: Tensor) -> list[Sampled | None]:
+        """See `Ends`."""
+        params = [row.sample for row in self._rows if row.sample is not None]
+        if any(each.temperature for each in params):
+            tokens, logprobs = sample(logits, params, [row.start + 1 for row in self._rows])
+        else:
+            tokens, logprobs = self.native.greedy(logits)
+        self._slots.index_copy_(0, self.native.rows.slots, tokens)
+        return list(map(Sampled, tokens.tolist(), logprobs.tolist()))
+
+
 class HostSource:
-    """`Source` of the CPU world."""
+    """`Source` of the CPU world. native: what decodes; None: torch's operations."""
 
     def __init__(self, pool: KVPool, slots: Tensor) -> None:
         self._pool, self._slots, self._kept = pool, slots, Kept(pool)
+        self.native: Native | None = None
 
-    def begin(self, phase: Phase, rows: Sequence[Row]) -> HostInputs:
+    def begin(self, phase: Phase, rows: Sequence[Row]) -> HostInputs | NativeInputs:
         """See `Source`."""
-        return HostInputs(rows, self._pool, self._slots, self._kept if phase is Phase.D else None)
+        if phase is not Phase.D:
+            return HostInputs(rows, self._pool, self._slots)
+        native = self.native
+        if rows and native is not None and all(row.tokens is None and row.sample is not None for row in rows):
+            return NativeInputs(rows, self._slots, native)
+        return HostInputs(rows, self._pool, self._slots, self._kept)
