@@ -1,151 +1,14 @@
-// Decode on a CPU: what lies between two collectives of a layer, as one call each. Built by models/native_build.py.
+// A decoder layer on a CPU: what lies between two collectives, as one call each. Built by models/native_build.py.
 //
-// Rows are independent: a row's numbers come from the same operations in the same order whatever rows are beside it.
-// Weights and what crosses a call are of type T (float or bfloat16); everything inside is float. Matrices are packed
-// into panels of NR columns, [N / NR][K][NR], the last one filled up with zeros.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+// Rows are fed tokens. A row's numbers come from the same operations in the same order whatever rows are beside it.
+// Weights and what crosses a call are of type T (float or bfloat16), and so are the left sides of products.
+#include "native_products.h"
 
 namespace {
 
-typedef float V __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-typedef uint32_t U __attribute__((vector_size(64)));
-typedef uint16_t H __attribute__((vector_size(32)));
-constexpr long W = 16;
-#ifdef __clang__
-#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MIX(a, b, ...) __builtin_shuffle(a, b, (I){__VA_ARGS__})
-#endif
-#ifdef __AVX512F__
-constexpr long NV = 4, MR = 6;  // 24 of 32 registers add up
-#else
-constexpr long NV = 1, MR = 4;
-#endif
-constexpr long NR = NV * W;
-
-struct bf16 { uint16_t bits; };
-
-inline float wide(float x) { return x; }
-inline float wide(bf16 x) { uint32_t u = uint32_t(x.bits) << 16; float f; memcpy(&f, &u, 4); return f; }
-inline void narrow(float& to, float x) { to = x; }
-inline void narrow(bf16& to, float x) {
-    uint32_t u; memcpy(&u, &x, 4);
-    to.bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-inline V load(const float* p) { V v; memcpy(&v, p, 64); return v; }
-inline V load(const bf16* p) { H h; memcpy(&h, p, 32); return (V)(__builtin_convertvector(h, U) << 16); }
-inline void store(float* p, V v) { memcpy(p, &v, 64); }
-inline V splat(float x) { return V{} + x; }
-
-// 2 to the power of the nearest whole number, times a polynomial (Cephes' expf); about 1 ulp.
-inline V exp_(V x) {
-    const V low = splat(-87.0f), high = splat(88.0f);
-    x = x < low ? low : x;
-    x = x > high ? high : x;
-    const V magic = splat(12582912.0f);
-    V n = (x * 1.44269504088896341f + magic) - magic;
-    V r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    V p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return (V)((I)p + (__builtin_convertvector(n, I) << 23));
-}
-
-inline float sum(V v) {
-    float t[W], s = 0; store(t, v);
-    for (long step = W / 2; step; step /= 2) for (long i = 0; i < step; i++) t[i] += t[i + step];
-    s = t[0];
-    return s;
-}
-
-// Lane i: the sum of s[i].
-inline V sums(V* s) {
-    for (int i = 0; i < 8; i++)
-        s[i] = MIX(s[2 * i], s[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-               MIX(s[2 * i], s[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    for (int i = 0; i < 4; i++)
-        s[i] = MIX(s[2 * i], s[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               MIX(s[2 * i], s[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    for (int i = 0; i < 2; i++)
-        s[i] = MIX(s[2 * i], s[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               MIX(s[2 * i], s[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return MIX(s[0], s[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           MIX(s[0], s[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-
-// Scratch of this thread, by use; it grows and stays.
-inline float* scratch(int use, size_t count) {
-    static thread_local std::vector<float> held[12];
-    if (held[use].size() < count) held[use].resize(count + count / 2);
-    return held[use].data();
-}
-
-// -- products ---------------------------------------------------------------------------------------------------------
-
-template <class T, int M>
-void block(const float* const* a, const T* w, long K, long n, float* const* c, bool add) {
-    V acc[M][NV];
-    for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) acc[m][v] = V{};
-    for (long k = 0; k < K; k++, w += NR) {
-        V b[NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) b[v] = load(w + v * W);
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) {
-            const V x = splat(a[m][k]);
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) acc[m][v] += x * b[v];
-        }
-    }
-    for (int m = 0; m < M; m++) {
-        if (n == NR && !add) {
-            for (int v = 0; v < NV; v++) store(c[m] + v * W, acc[m][v]);
-            continue;
-        }
-        float t[NR];
-        for (int v = 0; v < NV; v++) store(t + v * W, acc[m][v]);
-        for (long i = 0; i < n; i++) c[m][i] = add ? c[m][i] + t[i] : t[i];
-    }
-}
-
-// c[m] (+)= a[m] @ w, for rows wherever they are. w: packed [K, N].
+// To a row of a product's left side.
 template <class T>
-void product(const float* const* a, long rows, const T* w, long K, long N, float* const* c, bool add = false) {
-    for (long n = 0; n < N; n += NR, w += K * NR) {
-        const long width = N - n < NR ? N - n : NR;
-        for (long m = 0; m < rows; m += MR) {
-            float* to[MR];
-            const long left = rows - m < MR ? rows - m : MR;
-            for (long i = 0; i < left; i++) to[i] = c[m + i] + n;
-            switch (left) {
-                case 1: block<T, 1>(a + m, w, K, width, to, add); break;
-                case 2: block<T, 2>(a + m, w, K, width, to, add); break;
-                case 3: block<T, 3>(a + m, w, K, width, to, add); break;
-                case 4: block<T, 4>(a + m, w, K, width, to, add); break;
-                case 5: block<T, (MR > 4 ? 5 : 1)>(a + m, w, K, width, to, add); break;
-                default: block<T, MR>(a + m, w, K, width, to, add);
-            }
-        }
-    }
-}
-
-struct Rows {  // pointers to rows side by side
-    std::vector<float*> at;
-    Rows(float* base, long rows, long stride) { for (long i = 0; i < rows; i++) at.push_back(base + i * stride); }
-    float* const* out() const { return at.data(); }
-    const float* const* in() const { return at.data(); }
-};
-
-template <class T>
-void normed(const T* x, const T* weight, long n, float eps, float* out) {
+void normed(const T* x, const T* weight, long n, float eps, T* out) {
     V s = V{};
     long i = 0;
     for (; i + W <= n; i += W) { const V v = load(x + i); s += v * v; }
@@ -153,7 +16,8 @@ void normed(const T* x, const T* weight, long n, float eps, float* out) {
     for (; i < n; i++) square += wide(x[i]) * wide(x[i]);
     const float scale = 1.0f / std::sqrt(square / n + eps);
     for (i = 0; i + W <= n; i += W) store(out + i, load(x + i) * scale * load(weight + i));
-    for (; i < n; i++) out[i] = wide(x[i]) * scale * wide(weight[i]);
+    for (; i < n; i++) narrow(out[i], wide(x[i]) * scale * wide(weight[i]));
+    for (; i < stride<T>(n); i++) out[i] = T{};
 }
 
 // -- attention --------------------------------------------------------------------------------------------------------
@@ -167,9 +31,9 @@ template <class T> struct Layer {
 
 struct Batch {
     int64_t rows, depth;
-    const int64_t *positions, *slots;
-    const int32_t *tables;  // [slots, depth]
-    float *cos, *sin;       // [rows, dim / 2]
+    const int64_t *positions, *slots;  // of each row; slots: its line of tables
+    const int32_t *tables;             // [lines, depth]
+    float *cos, *sin;                  // [rows, dim / 2]
 };
 
 // One query head's scores of a block's tokens. q is scaled.
@@ -243,9 +107,7 @@ inline void weigh16(const float* p, const float* values, float* out) {
 
 inline const float* widened(const float* x, long, float*) { return x; }
 inline const float* widened(const bf16* x, long n, float* to) {
-    long i = 0;
-    for (; i + W <= n; i += W) store(to + i, load(x + i));
-    for (; i < n; i++) to[i] = wide(x[i]);
+    copy(to, x, n);
     return to;
 }
 
@@ -266,12 +128,13 @@ inline void softmax(float* x, long n) {
     for (long i = n; i < full; i++) x[i] = 0.0f;
 }
 
-// q: [Q, dim] of one row, scaled. Of blocks of W tokens all are read: what a block holds behind the context weighs 0. Its context's keys and values in the pool. out: [Q, dim].
+// Attention of one row. q: [Q, dim], scaled. out: [Q, dim]. Of blocks of W tokens all are read: what a block holds behind
+// the context weighs 0.
 template <class T>
 void attend(const Layer<T>& l, const float* q, const int32_t* table, long tokens, float* out) {
     const long groups = l.q / l.k, size = l.block_size, cell = size * l.dim, room = (tokens + W - 1) / W * W;
     const bool whole = size == W && l.dim % 32 == 0 && l.dim <= 128 && l.dim != 96;
-    float *p = scratch(0, groups * room), *buffer = scratch(1, cell);
+    float *p = scratch<float>(0, groups * room), *buffer = scratch<float>(1, cell);
     memset(out, 0, l.q * l.dim * sizeof(float));
     for (long h = 0; h < l.k; h++) {
         const float* mine = q + h * groups * l.dim;
@@ -319,46 +182,85 @@ void turn(float* x, const T* weight, const float* cos, const float* sin, long di
     }
 }
 
+#ifdef __AMX_BF16__
+template <class T> bool tiled(const Layer<T>& l) {
+    return sizeof(T) == 2 && tiles() && l.block_size == W && l.dim % 32 == 0;
+}
+#include "native_tiles.h"
+#else
+template <class T> bool tiled(const Layer<T>&) { return false; }
+template <class T> void attend_tiles(const Layer<T>&, const T*, const int32_t*, long, long, T*) {}
+#endif
+
+// Attention of `count` rows of one context, the first of them at position `start`. q, out: [count, stride(Q * dim)].
+template <class T>
+void attend_all(const Layer<T>& l, const T* q, const int32_t* table, long start, long count, T* out) {
+    const long width = l.q * l.dim, step = stride<T>(width);
+    if (tiled(l)) return attend_tiles(l, q, table, start, count, out);
+    float *from = scratch<float>(2, width), *to = scratch<float>(3, width);
+    for (long r = 0; r < count; r++) {
+        copy(from, q + r * step, width);
+        attend(l, from, table, start + r + 1, to);
+        copy(out + r * step, to, width);
+    }
+}
+
 template <class T>
 void attention(const Layer<T>& l, const Batch& batch, const T* hidden, T* result) {
-    const long n = batch.rows, heads = l.q + 2 * l.k, width = heads * l.dim, size = l.block_size;
-    Rows x(scratch(2, n * l.hidden), n, l.hidden), all(scratch(3, n * width), n, width);
-    Rows mixed(scratch(4, n * l.q * l.dim), n, l.q * l.dim);
-    for (long r = 0; r < n; r++) normed(hidden + r * l.hidden, l.norm_in, l.hidden, l.eps, x.at[r]);
-    product(x.in(), n, l.qkv, l.hidden, width, all.out());
+    const long n = batch.rows, width = (l.q + 2 * l.k) * l.dim, own = l.q * l.dim, size = l.block_size, half = l.dim / 2;
+    const long step = stride<T>(own), wide_ = columns(width > l.hidden ? width : l.hidden);
+    T *x = scratch<T>(4, CHUNK * stride<T>(l.hidden)), *q = scratch<T>(5, up(n, 16) * step);
+    T* mixed = scratch<T>(6, up(n, 16) * step);
+    float* all = scratch<float>(7, CHUNK * wide_);
     const float scale = 1.0f / std::sqrt(float(l.dim));
-    for (long r = 0; r < n; r++) {
-        float* row = all.at[r];
-        if (l.qkv_bias) for (long i = 0; i < width; i++) row[i] += wide(l.qkv_bias[i]);
-        for (long h = 0; h < l.q + l.k; h++)
-            turn(row + h * l.dim, l.norm_heads + h * l.dim, batch.cos + r * (l.dim / 2), batch.sin + r * (l.dim / 2), l.dim, l.eps);
-        for (long i = 0; i < l.q * l.dim; i++) row[i] *= scale;
-        const int32_t* table = batch.tables + batch.slots[r] * batch.depth;
-        const long at = batch.positions[r];
-        T* block = l.pool + int64_t(table[at / size]) * 2 * l.k * size * l.dim + at % size * l.dim;
-        for (long h = 0; h < 2 * l.k; h++)
-            for (long d = 0; d < l.dim; d++) narrow(block[h * size * l.dim + d], row[(l.q + h) * l.dim + d]);
-        attend(l, row, table, at + 1, mixed.at[r]);
+    for (long first = 0; first < n; first += CHUNK) {
+        const long rows = n - first < CHUNK ? n - first : CHUNK;
+        for (long r = 0; r < rows; r++)
+            normed(hidden + (first + r) * l.hidden, l.norm_in, l.hidden, l.eps, x + r * stride<T>(l.hidden));
+        product(x, rows, l.qkv, l.hidden, width, all);
+        for (long r = 0; r < rows; r++) {
+            float* row = all + r * columns(width);
+            const long at = batch.positions[first + r];
+            const float *cos = batch.cos + (first + r) * half, *sin = batch.sin + (first + r) * half;
+            if (l.qkv_bias) for (long i = 0; i < width; i++) row[i] += wide(l.qkv_bias[i]);
+            for (long h = 0; h < l.q + l.k; h++) turn(row + h * l.dim, l.norm_heads + h * l.dim, cos, sin, l.dim, l.eps);
+            for (long i = 0; i < own; i++) row[i] *= scale;
+            copy(q + (first + r) * step, row, own);
+            const int32_t* table = batch.tables + batch.slots[first + r] * batch.depth;
+            T* block = l.pool + int64_t(table[at / size]) * 2 * l.k * size * l.dim + at % size * l.dim;
+            for (long h = 0; h < 2 * l.k; h++) copy(block + h * size * l.dim, row + (l.q + h) * l.dim, l.dim);
+        }
     }
-    product(mixed.in(), n, l.out, l.q * l.dim, l.hidden, x.out());
-    for (long r = 0; r < n; r++) {
-        const float* sum = x.at[r];
-        const T* own = hidden + r * l.hidden;
-        T* to = result + r * l.hidden;
-        for (long i = 0; i < l.hidden; i++) narrow(to[i], (l.leader ? sum[i] + wide(own[i]) : sum[i]) + (l.out_bias ? wide(l.out_bias[i]) : 0.0f));
+    for (long first = 0, end; first < n; first = end) {
+        const long slot = batch.slots[first], at = batch.positions[first];
+        for (end = first + 1; end < n && batch.slots[end] == slot && batch.positions[end] == at + end - first;) end++;
+        attend_all(l, q + first * step, batch.tables + slot * batch.depth, at, end - first, mixed + first * step);
+    }
+    for (long first = 0; first < n; first += CHUNK) {
+        const long rows = n - first < CHUNK ? n - first : CHUNK;
+        product(mixed + first * step, rows, l.out, own, l.hidden, all);
+        for (long r = 0; r < rows; r++) {
+            float* sum = all + r * columns(l.hidden);
+            const T* own_row = hidden + (first + r) * l.hidden;
+            if (l.leader) for (long i = 0; i < l.hidden; i++) sum[i] += wide(own_row[i]);
+            if (l.out_bias) for (long i = 0; i < l.hidden; i++) sum[i] += wide(l.out_bias[i]);
+            copy(result + (first + r) * l.hidden, sum, l.hidden);
+        }
     }
 }
 
 // -- experts ----------------------------------------------------------------------------------------------------------
 
-// silu(gate) * value * share, over gate.
-inline void gated(float* gate, const float* value, float share, long n) {
+// silu(gate) * value * share, to a row of a product's left side.
+template <class T>
+void gated(const float* gate, const float* value, float share, long n, T* out) {
     long i = 0;
     for (; i + W <= n; i += W) {
         const V g = load(gate + i);
-        store(gate + i, g / (1.0f + exp_(-g)) * load(value + i) * share);
+        store(out + i, g / (1.0f + exp_(-g)) * load(value + i) * share);
     }
-    for (; i < n; i++) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * value[i] * share;
+    for (; i < n; i++) narrow(out[i], gate[i] / (1.0f + std::exp(-gate[i])) * value[i] * share);
+    for (; i < stride<T>(n); i++) out[i] = T{};
 }
 
 // The k largest, lowest first among equals, and their weights. Both arrays have room for W more.
@@ -373,54 +275,75 @@ inline void choose(float* x, long n, long k, bool normalise, int32_t* chosen, fl
     if (normalise) softmax(weights, k);
 }
 
+constexpr long TOGETHER = 8 * CHUNK;  // rows whose experts' groups are formed together
+
 template <class T>
 void mixture(const Layer<T>& l, long n, const T* full, T* result) {
-    const long h = l.hidden, c = l.columns, k = l.router ? l.top_k : 1;
-    Rows x(scratch(5, n * h), n, h), sum_(scratch(6, n * h), n, h), logits(scratch(7, n * (l.experts + W)), n, l.experts + W);
-    Rows inner(scratch(8, n * 2 * c), n, 2 * c);
-    if (!n) return;
-    memset(sum_.at[0], 0, n * h * sizeof(float));
-    std::vector<char> live(n, 0);  // rows of padding are zeros, and so is what becomes of them
-    for (long r = 0; r < n; r++) {
-        for (long i = 0; i < h && !live[r]; i++) live[r] = wide(full[r * h + i]) != 0.0f;
-        if (live[r]) normed(full + r * h, l.norm_post, h, l.eps, x.at[r]);
-        else memset(x.at[r], 0, h * sizeof(float));
+    const long h = l.hidden, c = l.columns, k = l.router ? l.top_k : 1, step = stride<T>(h), out = columns(h);
+    const long pairs = columns(2 * c), routes = columns(l.experts) + W, most = n < TOGETHER ? up(n, 16) : TOGETHER;
+    T *x = scratch<T>(4, most * step), *from = scratch<T>(8, CHUNK * step), *inner = scratch<T>(9, CHUNK * stride<T>(c));
+    float *total = scratch<float>(10, most * h), *both = scratch<float>(11, CHUNK * (pairs > out ? pairs : out));
+    float *logits = scratch<float>(12, most * routes), *down = scratch<float>(7, CHUNK * out);
+    std::vector<char> live(most);
+    std::vector<int32_t> chosen(most * k);
+    std::vector<float> weights(most * k + W);
+    std::vector<long> rows_of(most), where(most);
+    for (long first = 0; first < n; first += TOGETHER) {
+        const long rows = n - first < TOGETHER ? n - first : TOGETHER;
+        const T* mine = full + first * h;
+        memset(total, 0, rows * h * sizeof(float));
+        for (long r = 0; r < rows; r++) {  // rows of padding are zeros, and so is what becomes of them
+            live[r] = 0;
+            for (long i = 0; i < h && !live[r]; i++) live[r] = wide(mine[r * h + i]) != 0.0f;
+            normed(mine + r * h, l.norm_post, h, l.eps, x + r * step);
+        }
+        if (l.router) {
+            product(x, rows, l.router, h, l.experts, logits);
+            for (long r = 0; r < rows; r++)
+                choose(logits + r * columns(l.experts), l.experts, k, l.normalise, &chosen[r * k], &weights[r * k]);
+        }
+        for (long e = 0; e < l.local; e++) {
+            long m = 0;
+            for (long r = 0; r < rows; r++) {
+                if (!live[r]) continue;
+                if (!l.router) where[m] = -1, rows_of[m++] = r;
+                else for (long j = 0; j < k; j++) if (chosen[r * k + j] == l.first + e) where[m] = r * k + j, rows_of[m++] = r;
+            }
+            for (long g = 0; g < m; g += CHUNK) {
+                const long some = m - g < CHUNK ? m - g : CHUNK;
+                for (long i = 0; i < some; i++) memcpy(from + i * step, x + rows_of[g + i] * step, step * sizeof(T));
+                product(from, some, l.up + e * packed<T>(h, 2 * c), h, 2 * c, both);
+                for (long i = 0; i < some; i++) {
+                    const float *row = both + i * pairs, share = where[g + i] < 0 ? 1.0f : weights[where[g + i]];
+                    gated(row, row + c, share, c, inner + i * stride<T>(c));
+                }
+                product(inner, some, l.down + e * packed<T>(c, h), c, h, down);
+                for (long i = 0; i < some; i++) {
+                    float* to = total + rows_of[g + i] * h;
+                    for (long j = 0; j < h; j++) to[j] += down[i * out + j];
+                }
+            }
+        }
+        copy(result + first * h, total, rows * h);
     }
-    std::vector<int32_t> chosen(n * k, 0);
-    std::vector<float> weights(n * k + W, 1.0f);
-    if (l.router) {
-        product(x.in(), n, l.router, h, l.experts, logits.out());
-        for (long r = 0; r < n; r++) if (live[r]) choose(logits.at[r], l.experts, k, l.normalise, &chosen[r * k], &weights[r * k]);
-    }
-    std::vector<const float*> from(n);
-    std::vector<float*> to(n);
-    std::vector<float> share(n);
-    const long up = (2 * c + NR - 1) / NR * NR * h, down = (h + NR - 1) / NR * NR * c;
-    for (long e = 0; e < l.local; e++) {
-        long m = 0;
-        for (long r = 0; r < n; r++)
-            for (long j = 0; j < k; j++)
-                if (live[r] && chosen[r * k + j] == l.first + e) from[m] = x.at[r], to[m] = sum_.at[r], share[m++] = weights[r * k + j];
-        if (!m) continue;
-        product(from.data(), m, l.up + e * up, h, 2 * c, inner.out());
-        for (long i = 0; i < m; i++) gated(inner.at[i], inner.at[i] + c, share[i], c);
-        product(inner.in(), m, l.down + e * down, c, h, to.data(), true);
-    }
-    for (long r = 0; r < n; r++) for (long i = 0; i < h; i++) narrow(result[r * h + i], sum_.at[r][i]);
 }
 
 template <class T>
 void head(const T* norm, const T* weight, long n, long hidden, long vocab, double eps, const T* x, T* out) {
-    Rows in(scratch(9, n * hidden), n, hidden), to(scratch(10, n * vocab), n, vocab);
-    for (long r = 0; r < n; r++) normed(x + r * hidden, norm, hidden, eps, in.at[r]);
-    product(in.in(), n, weight, hidden, vocab, to.out());
-    for (long r = 0; r < n; r++) for (long i = 0; i < vocab; i++) narrow(out[r * vocab + i], to.at[r][i]);
+    T* in = scratch<T>(4, CHUNK * stride<T>(hidden));
+    float* to = scratch<float>(7, CHUNK * columns(vocab));
+    for (long first = 0; first < n; first += CHUNK) {
+        const long rows = n - first < CHUNK ? n - first : CHUNK;
+        for (long r = 0; r < rows; r++) normed(x + (first + r) * hidden, norm, hidden, eps, in + r * stride<T>(hidden));
+        product(in, rows, weight, hidden, vocab, to);
+        for (long r = 0; r < rows; r++) copy(out + (first + r) * vocab, to + r * columns(vocab), vocab);
+    }
 }
 
 // The lowest id of the largest logit, and its log-probability.
 template <class T>
 void greedy(const T* logits, long n, long stride, long vocab, int64_t* tokens, float* logprobs) {
-    float* x = scratch(11, vocab);
+    float* x = scratch<float>(0, vocab);
     for (long r = 0; r < n; r++) {
         const float* row = widened(logits + r * stride, vocab, x);
         long best = 0;
@@ -435,11 +358,41 @@ void greedy(const T* logits, long n, long stride, long vocab, int64_t* tokens, f
     }
 }
 
+void angles(const Batch& b, const float* inverse, long half) {
+    for (long r = 0; r < b.rows; r++)
+        for (long d = 0; d < half; d++) {
+            const float angle = b.positions[r] * inverse[d];
+            b.cos[r * half + d] = std::cos(angle), b.sin[r * half + d] = std::sin(angle);
+        }
+}
+
+// -- a whole iteration, where nothing lies between layers -------------------------------------------------------------
+
+template <class T> struct Model {
+    int64_t layers, hidden, vocab;
+    double eps;
+    const Layer<T>* const* layer;
+    const T *embed, *norm, *head;
+    const float* inverse;
+    int64_t* last;  // the token that each slot keeps
+};
+
+// Logits of rows that each feed the token of their slot; greedy draws too where tokens is given, kept in the slots.
 template <class T>
-void pack(const T* from, long K, long N, long by_k, long by_n, T* to) {
-    for (long n = 0; n < N; n += NR)
-        for (long k = 0; k < K; k++)
-            for (long i = 0; i < NR; i++) *to++ = n + i < N ? from[k * by_k + (n + i) * by_n] : T{};
+void decode(const Model<T>& m, const Batch& b, T* logits, int64_t* tokens, float* logprobs) {
+    const long n = b.rows, h = m.hidden;
+    std::vector<T> x(n * h), y(n * h), z(n * h);
+    angles(b, m.inverse, m.layer[0]->dim / 2);
+    for (long r = 0; r < n; r++) memcpy(&x[r * h], m.embed + m.last[b.slots[r]] * h, h * sizeof(T));
+    for (long i = 0; i < m.layers; i++) {
+        attention(*m.layer[i], b, x.data(), y.data());
+        mixture(*m.layer[i], n, y.data(), z.data());
+        for (long j = 0; j < n * h; j++) narrow(x[j], wide(y[j]) + wide(z[j]));
+    }
+    head(m.norm, m.head, n, h, m.vocab, m.eps, x.data(), logits);
+    if (!tokens) return;
+    greedy(logits, n, m.vocab, m.vocab, tokens, logprobs);
+    for (long r = 0; r < n; r++) m.last[b.slots[r]] = tokens[r];
 }
 
 }  // namespace
@@ -453,17 +406,15 @@ void pack(const T* from, long K, long N, long by_k, long by_n, T* to) {
     void greedy_##name(const T* x, int64_t n, int64_t stride, int64_t vocab, int64_t* tokens, float* logprobs) {       \
         greedy(x, n, stride, vocab, tokens, logprobs);                                                                 \
     }                                                                                                                  \
+    void decode_##name(const Model<T>* m, const Batch* b, T* logits, int64_t* tokens, float* logprobs) {               \
+        decode(*m, *b, logits, tokens, logprobs);                                                                      \
+    }                                                                                                                  \
     void pack_##name(const T* x, int64_t k, int64_t n, int64_t by_k, int64_t by_n, T* to) { pack(x, k, n, by_k, by_n, to); }
 
 extern "C" {
 KERNELS(float32, float)
 KERNELS(bfloat16, bf16)
-int64_t panel() { return NR; }
-void begin(const Batch* b, const float* inverse, int64_t half) {
-    for (long r = 0; r < b->rows; r++)
-        for (long d = 0; d < half; d++) {
-            const float angle = b->positions[r] * inverse[d];
-            b->cos[r * half + d] = std::cos(angle), b->sin[r * half + d] = std::sin(angle);
-        }
-}
+int64_t packed_float32(int64_t k, int64_t n) { return packed<float>(k, n); }
+int64_t packed_bfloat16(int64_t k, int64_t n) { return packed<bf16>(k, n); }
+void begin(const Batch* b, const float* inverse, int64_t half) { angles(*b, inverse, half); }
 }

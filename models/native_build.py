@@ -20,6 +20,7 @@ from typing import Final
 from kernel.errors import UsageError
 
 SOURCE: Final = Path(__file__).with_name("native.cpp")
+SOURCES: Final = (SOURCE, *(Path(__file__).with_name(f"native_{part}.h") for part in ("products", "tiles")))
 FLAGS: Final = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno")
 COMPILERS: Final = ("g++", "clang++", "c++")
 PATIENCE_S: Final = 300
@@ -78,7 +79,7 @@ def _compile(command: list[str]) -> None:
 def _key(command: list[str]) -> str:
     """What the library depends on: its source, compiler, flags and processor."""
     said = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
-    parts = [SOURCE.read_text(), *command, *FLAGS, said.stdout, platform.machine(), _processor()]
+    parts = [*(each.read_text() for each in SOURCES), *command, *FLAGS, said.stdout, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ from models.dummy import DummyTensors
 from models.experts import Experts, route
 from models.experts_fp8 import Fp8Experts, check_fp8, quantised
 from models.fused import parts
-from models.inputs import HostSource, NativeInputs
+from models.inputs import HostSource, NativeDecode, NativePrefill
 from models.layers import Rotary, embed
 from models.products import product
 from models.qwen3_moe_weights import Weights, read_weights
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from models.experts import Mixture
     from models.fused import Angles
     from models.inputs import Inputs, Source
-    from models.native import Native
+    from models.native import Fed, Native
 
 
 class Qwen3Moe:
@@ -63,7 +63,7 @@ class Qwen3Moe:
     ) -> None:
         """attention: `reference` or `flashinfer`. quantization: `fp8` expert weights, or None.
 
-        compiled: decode by `models.native` (a CPU only). staged: inputs and results travel as on a device; None: where
+        compiled: layers by `models.native` (a CPU only). staged: inputs and results travel as on a device; None: where
         there is one.
         """
         part = shard(config, world, rank)
@@ -88,7 +88,7 @@ class Qwen3Moe:
             self.source = DeviceSource(self.pool, self.slots, config.vocab_size, flash)
         rotary = Rotary(config.head_dim, config.rope_theta, self._device)
         self._parts = parts(self.pool, rotary, config.rms_norm_eps)
-        self._compiled, self._frequencies = compiled, rotary.frequencies
+        self._compiled = compiled
         self._take(weights)
 
     def reload(self, path: str) -> None:
@@ -132,21 +132,26 @@ class Qwen3Moe:
                 weights = quantised(weights, index)
         self.weights, self._experts = weights, tuple(experts)
         if self._compiled and isinstance(self.source, HostSource):
-            from models.native import Decoding, Native
+            from models.native import Native
 
-            rows = Decoding(len(self.slots), self._frequencies)
-            self.source.native = Native(config, weights, self.pool, rows, self._q, self._leader)
+            self.source.native = Native(config, weights, self.pool, self._q, leader=self._leader, slots=self.slots)
 
     async def forward(self, step: Step, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """One forward; see `kernel.ports.Model`. All sites of the program run, also with no rows."""
         await step.boundary(0)
         inputs = self.source.begin(step.phase, rows)
+        if isinstance(inputs, NativeDecode) and step.alone:
+            return inputs.at_once()
         return inputs.draw(await self.logits(step, inputs))
 
-    async def logits(self, step: Step, inputs: Inputs | NativeInputs) -> Tensor:
+    async def logits(self, step: Step, inputs: Inputs | NativeDecode | NativePrefill) -> Tensor:
         """All of a forward between its inputs and its draws, from behind boundary 0: [drawing rows, vocab]."""
         # What lies between two sites: by torch's operations, or one call of ours each.
-        body: _Eager | Native = inputs.native if isinstance(inputs, NativeInputs) else _Eager(self, inputs)
+        body: _Eager | _Native
+        if isinstance(inputs, NativeDecode | NativePrefill):
+            body = _Native(inputs.native, inputs.fed)
+        else:
+            body = _Eager(self, inputs)
         hidden = step.embed(embed(self.weights.embed, self._first_id, inputs.ids(), self._whole_vocabulary))
         for index in range(self.layers):
             partial = body.attention(index, hidden)
@@ -206,6 +211,20 @@ class _Eager:
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._model.head(hidden)
+
+
+class _Native:
+    """One forward's layers by kernels of our own."""
+
+    __slots__ = ("_fed", "_native", "head", "mixture")
+
+    def __init__(self, native: Native, fed: Fed) -> None:
+        self._native, self._fed = native, fed
+        fed.begin()
+        self.mixture, self.head = native.mixture, native.head
+
+    def attention(self, index: int, hidden: Tensor) -> Tensor:
+        return self._native.attention(index, hidden, self._fed)
 
 
 def load(

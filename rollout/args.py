@@ -192,7 +192,7 @@ def _device(made: Parser) -> None:
         "--compile",
         dest="compiled",
         action="store_true",
-        help="decode on a CPU by kernels that this host's C++ compiler builds, once (default: torch's operations)",
+        help="compute on a CPU by kernels that this host's C++ compiler builds, once (default: torch's operations)",
     )
     for flag, name, what in (
         ("--prefill-sms", "prefill_sms", "SMs that prefill may use (default: all)"),

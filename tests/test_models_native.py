@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kernel.errors import UsageError
 from kernel.request import SamplingParams
+from kernel.step import Step
 from kernel.topology import World
 from models import native_build
 from models.tiny import write_checkpoint
@@ -112,8 +113,8 @@ def test_a_row_draws_the_same_alone_and_among_others(lengths: list[int], dtype: 
     alone, among = (Team(wide, World(1), dtype=dtype, blocks=400, slots=24, compiled=True) for _ in range(2))
     every = [among.admit(0, prompt(seed + n, length), 40) for n, length in enumerate(lengths)]
     each = [alone.admit(0, prompt(seed + n, length), 40) for n, length in enumerate(lengths)]
-    for one, other in zip(every, each, strict=True):  # prefill is torch's, which does not promise it
-        among.prefill([one])
+    among.prefill(every)
+    for other in each:
         alone.prefill([other])
     for _ in range(4):
         among.decode(every)
@@ -121,6 +122,33 @@ def test_a_row_draws_the_same_alone_and_among_others(lengths: list[int], dtype: 
             alone.decode([other])
     assert [one.drawn for one in every] == [other.drawn for other in each]
     assert torch.equal(alone.models[0].pool.storage, among.models[0].pool.storage)
+
+
+@settings(max_examples=15)
+@given(cuts=st.sets(st.integers(1, 139)), dtype=st.sampled_from(["float32", "bfloat16"]), seed=st.integers(0, 99))
+def test_a_prompt_in_any_parts_is_one_prompt(cuts: set[int], dtype: str, seed: int, wide: Path) -> None:
+    """To the last bit, through blocks of 16 tokens and rows in the hundreds."""
+    pools = []
+    for parts in ((), sorted(cuts)):
+        team = Team(wide, World(1), dtype=dtype, blocks=40, block_size=16, compiled=True)
+        contexts = [team.admit(0, prompt(seed + n, length), 150) for n, length in enumerate((140, 33, 64))]
+        team.prefill(contexts, parts)
+        pools.append((team.models[0].pool.storage, [one.drawn for one in contexts]))
+    assert torch.equal(pools[0][0], pools[1][0])
+    assert pools[0][1] == pools[1][1]
+
+
+def test_an_iteration_at_once_is_the_one_by_layers(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone has no sites to stop at; with one, layers are computed call by call: to the last bit the same."""
+    found = []
+    for alone in (True, False):
+        monkeypatch.setattr(Step, "alone", alone)
+        team = Team(wide, World(1), dtype="bfloat16", blocks=200, block_size=16, compiled=True)
+        contexts = [team.admit(0, prompt(n, 9 + n), 60) for n in range(9)]
+        serve(team, contexts, 12)
+        found.append(([one.drawn for one in contexts], team.models[0].pool.storage))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 @settings(max_examples=15)
