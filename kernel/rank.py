@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kernel.cache import KVCache
     from kernel.journal import Journal
-    from kernel.ports import Device, Model, Rendezvous
+    from kernel.ports import Device, Event, Model, Rendezvous
     from kernel.program import Call
     from kernel.topology import World
 
@@ -67,7 +67,7 @@ class Iteration:
 
     round: int
     turns: list[Turn]
-    task: asyncio.Task[Sequence[Sampled | None]]
+    event: Event[Sequence[Sampled | None]]
     driver: Driver[Sequence[Sampled | None]]
 
 
@@ -249,7 +249,7 @@ class Rank:
         """Every D iteration enqueued so far has finished on this device."""
         for flight in list(self._flights):
             self._journal.wait_for_decode(flight.round, leaves=False)
-            await asyncio.shield(flight.task)
+            await flight.event.wait()
             self._journal.wait_for_decode(flight.round, leaves=True)
 
     def launch(self) -> None:
@@ -268,8 +268,8 @@ class Rank:
             self._journal.no_work(Phase.D, label)
         self._journal.submitted(label, Phase.D, calls, plan.bucket, len(rows), sum(sizes))
         event = self._d.stream.submit(partial(_whole, driver), label)
-        task = self._spawn(event.wait(), label)
-        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], task, driver))
+        event.on_failure(self._failed)
+        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], event, driver))
 
     def release(self, span: int) -> None:
         """p += span: enqueue P's next segment. An epoch that has ended makes the matched no-work call."""
@@ -314,8 +314,9 @@ class Rank:
         await self._settle(self._plan.round - 1)
         for entry in self.ports.inbox.take(self._plan.inbox):
             self._take(entry)
-        blob = control.encode(self._view(), self._digest, self._order.hash)
-        answers = [control.decode(answer) for answer in await self._rendezvous(tag, blob)]
+        mine = self._view(), self._digest, self._order.hash
+        blobs = await self._rendezvous(tag, control.encode(*mine))
+        answers = [mine if rank == self.rank else control.decode(blob) for rank, blob in enumerate(blobs)]
         await self._agree([plan for _, plan, _ in answers], [order for _, _, order in answers])
         self._views = tuple(view for view, _, _ in answers)
         control.check_peers(self._views, self.world.atp)
@@ -341,7 +342,7 @@ class Rank:
         while self._flights and self._flights[0].round <= upto:
             flight = self._flights.popleft()
             self._journal.wait_for_decode(flight.round, leaves=False)
-            sampled = await flight.task
+            sampled = await flight.event.wait()
             self._journal.wait_for_decode(flight.round, leaves=True)
             self._replica.harvest(flight.turns, sampled)
 
@@ -409,6 +410,14 @@ class Rank:
         if self._leads:
             self.ports.emit(output)
 
+    def _failed(self, error: BaseException) -> None:
+        """Work that nobody waits for yet has failed: whatever else this rank waits for ends too."""
+        failing = _raise(error)
+        try:
+            self._spawn(failing, "failure")
+        except RuntimeError:
+            failing.close()  # the rank is ending already
+
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         assert self._tasks is not None
         return self._tasks.create_task(work, name=name)
@@ -419,6 +428,10 @@ def _whole(driver: Driver[Sequence[Sampled | None]]) -> Sequence[Sampled | None]
     driver.advance(1 << 30)
     assert driver.result is not None
     return driver.result
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
