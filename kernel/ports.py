@@ -28,9 +28,6 @@ class Event(Protocol[T_co]):
     def done(self) -> bool:
         """Whether the work has finished on the device. Never blocks."""
 
-    def on_failure(self, call: Callable[[BaseException], object]) -> None:
-        """Have `call` called on this loop when the work fails. Once."""
-
     async def wait(self) -> T_co:
         """Suspend the task (never the loop) until the work has finished; its value, or the exception it raised."""
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from kernel.cache import KVCache
     from kernel.journal import Journal
-    from kernel.ports import Device, Event, Model, Rendezvous
+    from kernel.ports import Device, Model, Rendezvous
     from kernel.program import Call
     from kernel.topology import World
 
@@ -67,7 +67,7 @@ class Iteration:
 
     round: int
     turns: list[Turn]
-    event: Event[Sequence[Sampled | None]]
+    task: asyncio.Task[Sequence[Sampled | None]]
     driver: Driver[Sequence[Sampled | None]]
 
 
@@ -249,7 +249,7 @@ class Rank:
         """Every D iteration enqueued so far has finished on this device."""
         for flight in list(self._flights):
             self._journal.wait_for_decode(flight.round, leaves=False)
-            await flight.event.wait()
+            await asyncio.shield(flight.task)
             self._journal.wait_for_decode(flight.round, leaves=True)
 
     def launch(self) -> None:
@@ -268,8 +268,8 @@ class Rank:
             self._journal.no_work(Phase.D, label)
         self._journal.submitted(label, Phase.D, calls, plan.bucket, len(rows), sum(sizes))
         event = self._d.stream.submit(partial(_whole, driver), label)
-        event.on_failure(self._failed)
-        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], event, driver))
+        task = self._spawn(event.wait(), label)
+        self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], task, driver))
 
     def release(self, span: int) -> None:
         """p += span: enqueue P's next segment. An epoch that has ended makes the matched no-work call."""
@@ -342,7 +342,7 @@ class Rank:
         while self._flights and self._flights[0].round <= upto:
             flight = self._flights.popleft()
             self._journal.wait_for_decode(flight.round, leaves=False)
-            sampled = await flight.event.wait()
+            sampled = await flight.task
             self._journal.wait_for_decode(flight.round, leaves=True)
             self._replica.harvest(flight.turns, sampled)
 
@@ -410,14 +410,6 @@ class Rank:
         if self._leads:
             self.ports.emit(output)
 
-    def _failed(self, error: BaseException) -> None:
-        """Work that nobody waits for yet has failed: whatever else this rank waits for ends too."""
-        failing = _raise(error)
-        try:
-            self._spawn(failing, "failure")
-        except RuntimeError:
-            failing.close()  # the rank is ending already
-
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         assert self._tasks is not None
         return self._tasks.create_task(work, name=name)
@@ -428,10 +420,6 @@ def _whole(driver: Driver[Sequence[Sampled | None]]) -> Sequence[Sampled | None]
     driver.advance(1 << 30)
     assert driver.result is not None
     return driver.result
-
-
-async def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -37,7 +37,7 @@ class Change:
 async def later(flights: Iterable[Any], work: Callable[..., Any], *args: Any) -> None:
     """Do it once these iterations have finished on the device."""
     for flight in flights:
-        await flight.event.wait()
+        await asyncio.shield(flight.task)
     work(*args)
 
 

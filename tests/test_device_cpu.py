@@ -123,26 +123,8 @@ async def finished_in_between() -> None:
     assert await asyncio.wait_for(event.wait(), BOUND_S) == "just now"
 
 
-async def failures_are_told() -> None:
-    """Without anybody waiting: before and after the work has failed, and never of work that went well."""
-    async with device() as it:
-        stream, go = it.stream(Phase.D), threading.Event()
-        told: asyncio.Queue[BaseException] = asyncio.Queue()
-        first = stream.submit(lambda: (go.wait(BOUND_S), 1 // 0), "fails")
-        well = stream.submit(lambda: 7, "goes well")
-        first.on_failure(told.put_nowait)
-        well.on_failure(told.put_nowait)
-        go.set()
-        assert isinstance(await asyncio.wait_for(told.get(), BOUND_S), ZeroDivisionError)
-        assert await well.wait() == 7
-        first.on_failure(told.put_nowait)
-        assert isinstance(await asyncio.wait_for(told.get(), BOUND_S), ZeroDivisionError)
-        assert told.empty()
-
-
 test_events_carry_values_and_errors = on_every_loop(values_and_errors)
 test_waiting_suspends_the_task_and_not_the_loop = on_every_loop(waiting_does_not_hold_the_loop)
-test_failures_are_told_to_who_asked = on_every_loop(failures_are_told)
 test_no_wake_up_is_lost = on_every_loop(many_waits)
 test_no_wake_up_is_lost_to_a_race = on_every_loop(finished_in_between)
 

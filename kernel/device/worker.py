@@ -27,7 +27,7 @@ class Watch(Protocol):
 class Completion(Generic[T]):
     """`kernel.ports.Event`: finished by one thread, awaited by tasks of any event loop."""
 
-    __slots__ = ("_done", "_error", "_lock", "_on_failure", "_value", "_waiters")
+    __slots__ = ("_done", "_error", "_lock", "_value", "_waiters")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,6 @@ class Completion(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._waiters: list[asyncio.Future[None]] = []
-        self._on_failure: tuple[asyncio.AbstractEventLoop, Callable[[BaseException], object]] | None = None
 
     def done(self) -> bool:
         """Whether the work has finished. Never blocks."""
@@ -55,15 +54,6 @@ class Completion(Generic[T]):
             raise self._error
         return cast("T", self._value)
 
-    def on_failure(self, call: Callable[[BaseException], object]) -> None:
-        """Have `call` called on the running loop when the work fails. One only; a task that waits costs far more."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            self._on_failure = loop, call
-            failed = self._error if self._done else None
-        if failed is not None:
-            loop.call_soon(call, failed)
-
     def succeed(self, value: T) -> None:
         """The work has returned `value`."""
         self._value = value
@@ -78,13 +68,8 @@ class Completion(Generic[T]):
         with self._lock:
             self._done = True
             waiters, self._waiters = self._waiters, []
-            watcher = self._on_failure
-        with suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
-            if self._error is not None and watcher is not None:
-                loop, call = watcher
-                loop.call_soon_threadsafe(call, self._error)
         for future in waiters:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
                 future.get_loop().call_soon_threadsafe(_wake, future)
 
 

@@ -41,11 +41,6 @@ class SimEvent(Generic[T]):
         self._value: T
         self._done = False
         self._waiters: list[Wait] = []
-        self._on_failure: Callable[[BaseException], object] | None = None
-
-    def on_failure(self, call: Callable[[BaseException], object]) -> None:
-        """See `kernel.ports.Event`. Host and device fail in one place here: work that has failed says so at its end."""
-        self._on_failure = call
 
     def done(self) -> bool:
         """Whether the device has finished it: an answer that depends on time, and so on the schedule."""
@@ -84,9 +79,6 @@ class SimEvent(Generic[T]):
                 waiter.causes = steps
                 waiter.set_result(None)
         self._waiters.clear()
-        if self.error is not None and self._on_failure is not None:
-            self.received = True
-            self._on_failure(self.error)
 
 
 class SimStream:
