@@ -85,7 +85,7 @@ class Journal:
 
     def wait_for_decode(self, number: int, leaves: bool) -> None:
         """The loop's task waits for the D iteration of round `number`."""
-        self._wait(f"D {number}", leaves, _AWAITED, number)
+        self._wait("" if leaves else f"D {number}", leaves, _AWAITED, number)
 
     def boundary(self, epoch: int, index: int) -> None:
         """P's host enqueue stands at a boundary."""

@@ -314,8 +314,9 @@ class Rank:
         await self._settle(self._plan.round - 1)
         for entry in self.ports.inbox.take(self._plan.inbox):
             self._take(entry)
-        blob = control.encode(self._view(), self._digest, self._order.hash)
-        answers = [control.decode(answer) for answer in await self._rendezvous(tag, blob)]
+        mine = self._view(), self._digest, self._order.hash
+        blobs = await self._rendezvous(tag, control.encode(*mine))
+        answers = [mine if rank == self.rank else control.decode(blob) for rank, blob in enumerate(blobs)]
         await self._agree([plan for _, plan, _ in answers], [order for _, _, order in answers])
         self._views = tuple(view for view, _, _ in answers)
         control.check_peers(self._views, self.world.atp)

@@ -48,6 +48,11 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     flying: int = 0
     drop: bool = False
+    longest: int = field(init=False)
+    """Its most output tokens: `ready` asks twice a round."""
+
+    def __post_init__(self) -> None:
+        self.longest = self.request.params.max_tokens
 
     @property
     def missing(self) -> int:
@@ -94,7 +99,7 @@ class Replica:
         """Turns that can decode in the next round: not known to have ended, not at their longest output."""
         if self.paused:
             return []
-        return [t for t in self._running if len(t.tokens) + t.flying < t.request.params.max_tokens]
+        return [t for t in self._running if len(t.tokens) + t.flying < t.longest]
 
     def promotable(self, sampled: Sequence[Sampled | None]) -> int:
         """Turns of the epoch at hand that will decode once promoted. It only looks: peers may see the end later."""
@@ -223,7 +228,7 @@ class Replica:
             turn.flying -= 1
             if turn.state is State.RUNNING and drawn is not None:
                 self._commit(turn, drawn)
-            if turn.state in (State.FINISHED, State.CANCELLED):
+            if turn.state is not State.RUNNING:  # it has ended
                 self._retire(turn)
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -244,10 +249,12 @@ class Replica:
         return "length" if length >= params.max_tokens else ""
 
     def _commit(self, turn: Turn, drawn: Sampled) -> None:
-        turn.tokens.append(drawn.token)
-        self.tokens_hash = fold(self.tokens_hash, turn.request.id, drawn.token)
-        finish = self._finish(turn, drawn.token, len(turn.tokens))
-        self._emit(Output(turn.request.id, drawn.token, drawn.logprob, finish, turn.cached))
+        token, logprob = drawn
+        request, tokens = turn.request, turn.tokens
+        tokens.append(token)
+        self.tokens_hash = fold(self.tokens_hash, request.id, token)
+        finish = self._finish(turn, token, len(tokens))
+        self._emit(Output(request.id, token, logprob, finish, turn.cached))
         if finish:
             self._running.remove(turn)
             turn.state = State.FINISHED

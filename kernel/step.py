@@ -77,6 +77,11 @@ class Step:
         """Rows that the plan gives this replica: what D pads its rows to."""
         return self._rows[self._replica]
 
+    @property
+    def alone(self) -> bool:
+        """Whether this forward has no collectives: under D nothing need lie between its layers then."""
+        return not self.program.calls
+
     # -- what a model may await ---------------------------------------------------------------------------------
 
     def boundary(self, layer: int) -> Suspend:

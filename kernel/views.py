@@ -35,6 +35,7 @@ _PLAN, _MEMORY, _CHUNK = _all_but(Plan, "prefill"), _all_but(Memory, "chunks"), 
 _PEER = attrgetter(*_SHARED_BY_PEERS)
 
 COMPLETE, BUSY, PAUSED = 1, 2, 4
+_BITS = (1 << 64) - 1
 
 
 def digest(value: Any) -> int:
@@ -54,7 +55,7 @@ def _chunks(replicas: tuple[tuple[Chunk, ...], ...]) -> list[list[Any]]:
 def fold(rolling: int, *parts: int) -> int:
     """Add integers to a rolling 64-bit hash."""
     for part in parts:
-        rolling = ((rolling ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        rolling = ((rolling ^ (part & _BITS)) * 0x100000001B3 + 0x9E3779B97F4A7C15) & _BITS
         rolling ^= rolling >> 29
     return rolling
 

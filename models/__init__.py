@@ -45,6 +45,7 @@ def load(
     attention: str = "reference",
     weights: str = "checkpoint",
     quantization: str | None = None,
+    compiled: bool = False,
 ) -> Model:
     """The model in the Hugging Face checkpoint directory `path`, as `rank` of `world` holds it.
 
@@ -52,6 +53,7 @@ def load(
     replica's slot table. dtype: `float32` or `bfloat16` (or the torch.dtype). device: `cpu` or, as torch names it, a
     CUDA device. attention: `reference` (torch alone) or `flashinfer` (CUDA, bfloat16). weights: `checkpoint`, or
     `dummy`, made on the device from config.json alone. quantization: None, or `fp8` for the weights of experts.
+    compiled: decode by kernels that this host's C++ compiler builds, on `cpu` alone.
     Raises UsageError on an unsupported family, bad config fields, tensors that do not fit (each listed), a world that
     the model does not divide over, and options that do not go together.
     """
@@ -78,5 +80,6 @@ def load(
         attention=attention,
         weights=weights,
         quantization=quantization,
+        compiled=compiled,
     )
     return model

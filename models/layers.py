@@ -50,6 +50,11 @@ class Rotary:
         self._sign = torch.ones_like(self._inverse)
         self._sign[: self._half] = -1.0
 
+    @property
+    def frequencies(self) -> Tensor:
+        """Radians a position of each pair: [head_dim / 2] float32."""
+        return self._inverse[: self._half]
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, signed sin), each [n, 1, head_dim], of `positions` [n, 1, 1]; once a forward."""
         angle = positions * self._inverse

@@ -19,7 +19,7 @@ from models.dummy import DummyTensors
 from models.experts import Experts, route
 from models.experts_fp8 import Fp8Experts, check_fp8, quantised
 from models.fused import parts
-from models.inputs import HostSource
+from models.inputs import HostSource, NativeDecode, NativePrefill
 from models.layers import Rotary, embed
 from models.products import product
 from models.qwen3_moe_weights import Weights, check_tensors, read_weights
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from models.experts import Mixture
     from models.fused import Angles
     from models.inputs import Inputs, Source
+    from models.native import Fed, Native
 
 
 class Qwen3Moe:
@@ -58,10 +59,12 @@ class Qwen3Moe:
         attention: str = "reference",
         quantization: str | None = None,
         staged: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         """attention: `reference` or `flashinfer`. quantization: `fp8` expert weights, or None.
 
-        staged: inputs and results travel as on a device; None: where there is one.
+        compiled: layers by `models.native` (a CPU only). staged: inputs and results travel as on a device; None: where
+        there is one.
         """
         part = shard(config, world, rank)
         self.config, self.layers = config, config.layers
@@ -85,6 +88,7 @@ class Qwen3Moe:
             self.source = DeviceSource(self.pool, self.slots, config.vocab_size, flash)
         rotary = Rotary(config.head_dim, config.rope_theta, self._device)
         self._parts = parts(self.pool, rotary, config.rms_norm_eps)
+        self._compiled = compiled
         self._take(weights)
 
     def reload(self, path: str) -> None:
@@ -127,32 +131,47 @@ class Qwen3Moe:
                 experts.append(Fp8Experts(part.up, part.down, part.first, config.experts))
                 weights = quantised(weights, index)
         self.weights, self._experts = weights, tuple(experts)
+        if self._compiled and isinstance(self.source, HostSource):
+            from models.native import Native
+
+            self.source.native = Native(config, weights, self.pool, self._q, leader=self._leader, slots=self.slots)
 
     async def forward(self, step: Step, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """One forward; see `kernel.ports.Model`. All sites of the program run, also with no rows."""
         await step.boundary(0)
         inputs = self.source.begin(step.phase, rows)
+        if isinstance(inputs, NativeDecode) and step.alone:
+            return inputs.at_once()
         return inputs.draw(await self.logits(step, inputs))
 
-    async def logits(self, step: Step, inputs: Inputs) -> Tensor:
+    async def logits(self, step: Step, inputs: Inputs | NativeDecode | NativePrefill) -> Tensor:
         """All of a forward between its inputs and its draws, from behind boundary 0: [drawing rows, vocab]."""
-        angles = self._parts.angles(inputs.positions)
+        # What lies between two sites: by torch's operations, or one call of ours each.
+        body: _Eager | _Native
+        if isinstance(inputs, NativeDecode | NativePrefill):
+            body = _Native(inputs.native, inputs.fed)
+        else:
+            body = _Eager(self, inputs)
         hidden = step.embed(embed(self.weights.embed, self._first_id, inputs.ids(), self._whole_vocabulary))
         for index in range(self.layers):
-            partial = self._attention(index, hidden, angles, inputs)
+            partial = body.attention(index, hidden)
             if index:
                 await step.boundary(index)
             full = step.gather(index, partial)
             residual = step.own(full)
-            mixed = self._mixture(index, full)
+            mixed = body.mixture(index, full)
             await step.inner(index)
             hidden = residual + step.scatter(index, mixed)
-        logits: Tensor = step.head(self._head(self._norm(inputs.pick(hidden))))
+        logits: Tensor = step.head(body.head(inputs.pick(hidden)))
         return logits[:, : self.config.vocab_size]
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- what layers are made of, by torch's operations ---------------------------------------------------------
 
-    def _attention(self, index: int, hidden: Tensor, angles: Angles, inputs: Inputs) -> Tensor:
+    def angles(self, inputs: Inputs) -> Angles:
+        """Of the fed tokens' positions."""
+        return self._parts.angles(inputs.positions)
+
+    def attention(self, index: int, hidden: Tensor, angles: Angles, inputs: Inputs) -> Tensor:
         """This rank's heads' part of a layer's attention, the leader's with the residual: [n, hidden] twice."""
         q, k, (qkv, project) = self._q, self._k, self._products[index]
         heads = qkv(self._norms[index][0](hidden)).view(inputs.tokens, q + 2 * k, self.config.head_dim)
@@ -163,13 +182,49 @@ class Qwen3Moe:
         out, bias = project.onto(attended, hidden), self.weights.layers[index].attention.out_bias
         return out if bias is None else out.add_(bias)
 
-    def _mixture(self, index: int, full: Tensor) -> Tensor:
+    def mixture(self, index: int, full: Tensor) -> Tensor:
         """This rank's experts' and columns' part: [full, hidden] -> [full, hidden]."""
         experts, router = self._experts[index], self.weights.layers[index].experts.router
         x = self._norms[index][1](full)
         if router is None:
             return experts.plain(x)
         return experts(x, *route(x, router, self.config.experts_per_token, self.config.norm_topk_prob))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of this rank's part of the vocabulary: [n, hidden] -> [n, vocab rows]."""
+        return self._head(self._norm(hidden))
+
+
+class _Eager:
+    """One forward's layers by torch's operations."""
+
+    __slots__ = ("_angles", "_inputs", "_model")
+
+    def __init__(self, model: Qwen3Moe, inputs: Inputs) -> None:
+        self._model, self._inputs, self._angles = model, inputs, model.angles(inputs)
+
+    def attention(self, index: int, hidden: Tensor) -> Tensor:
+        return self._model.attention(index, hidden, self._angles, self._inputs)
+
+    def mixture(self, index: int, full: Tensor) -> Tensor:
+        return self._model.mixture(index, full)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._model.head(hidden)
+
+
+class _Native:
+    """One forward's layers by kernels of our own."""
+
+    __slots__ = ("_fed", "_native", "head", "mixture")
+
+    def __init__(self, native: Native, fed: Fed) -> None:
+        self._native, self._fed = native, fed
+        fed.begin()
+        self.mixture, self.head = native.mixture, native.head
+
+    def attention(self, index: int, hidden: Tensor) -> Tensor:
+        return self._native.attention(index, hidden, self._fed)
 
 
 def check(path: str | Path, config: Qwen3MoeConfig) -> None:
@@ -193,6 +248,7 @@ def load(
     attention: str = "reference",
     weights: str = "checkpoint",
     quantization: str | None = None,
+    compiled: bool = False,
     staged: bool | None = None,
 ) -> Qwen3Moe:
     """Read this rank's shard of the checkpoint directory `path`. See `models.load` and, for staged, `Qwen3Moe`."""
@@ -227,6 +283,7 @@ def load(
         attention=attention,
         quantization=quantization,
         staged=staged,
+        compiled=compiled,
     )
     if torch.device(device).type == "cuda":
         # The phases' streams do not wait for the one that all this was enqueued on.

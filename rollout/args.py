@@ -188,6 +188,12 @@ def _device(made: Parser) -> None:
     ):
         device.add_argument(flag, dest=name, choices=choices, help=what)
     device.add_argument("--graphs", type=_on, metavar="on|off", help="decode as CUDA graphs (default: on)")
+    device.add_argument(
+        "--compile",
+        dest="compiled",
+        action="store_true",
+        help="compute on a CPU by kernels that this host's C++ compiler builds, once (default: torch's operations)",
+    )
     for flag, name, what in (
         ("--prefill-sms", "prefill_sms", "SMs that prefill may use (default: all)"),
         ("--max-ctas", "max_ctas", "thread blocks of one NCCL kernel (default: NCCL's choice)"),

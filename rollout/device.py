@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+from models import native_build
 from models.config import DTYPES
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class DeviceOptions:
     NCCL_LAUNCH_ORDER_IMPLICIT=1. connections: CUDA_DEVICE_MAX_CONNECTIONS, hardware queues (both are the paper's
     process-wide controls, to compare with). modules: when CUDA loads kernels (CUDA_MODULE_LOADING); eager takes memory
     and seconds at start, and none later. quiet: fail the run when the device's allocator was called or a module loaded
-    after the warm-up. Raises UsageError for values that cannot be used, alone or together.
+    after the warm-up. compiled: decode on a CPU by kernels that the host's C++ compiler builds, once. Raises UsageError
+    for values that cannot be used, alone or together.
     """
 
     device: str = "cpu"
@@ -54,6 +56,7 @@ class DeviceOptions:
     connections: int | None = None
     modules: str = "lazy"
     quiet: bool = False
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for flag, value, choices in (
@@ -76,6 +79,8 @@ class DeviceOptions:
                 raise UsageError(f"{flag} {number}: must be {'at least 1' if most is None else f'1 to {most}'}")
         if self.device == "cpu":
             self._refuse_on_cpu()
+        elif self.compiled:
+            raise UsageError("--compile applies to --device cpu only: on cuda decode is captured as graphs already")
         elif self.dtype == "float32" and self.attention == "flashinfer":
             raise UsageError("--attention flashinfer has no float32: with --dtype float32 use --attention reference")
         elif self.dtype == "float32" and self.quantization is not None:
@@ -116,7 +121,9 @@ class DeviceOptions:
         return replace(self, dtype=dtype, attention=attention)
 
     def check_installed(self) -> None:
-        """Raise UsageError when something that the options need is not installed."""
+        """Raise UsageError when something that the options need is not installed. Builds what is to be built."""
+        if self.compiled:
+            native_build.library()
         if self.attention == "flashinfer" and find_spec("flashinfer") is None:
             raise UsageError(
                 "--attention flashinfer: flashinfer is not installed: pip install 'turnstile[cuda]', or use"

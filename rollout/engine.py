@@ -54,7 +54,7 @@ class Engine:
     """A model served by `world.size` rank processes on this host, or on several under torchrun (`rollout.hosts`).
 
     model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. device: `cpu`, `cuda`, or everything
-    that can be said about it; dtype: that of its options. out: run directory for the record (None: no record).
+    that can be said about it; dtype, compiled: those of its options. out: run directory for the record, or None.
     kv_tokens: KV pool of one replica (None: 32,768 on cpu, what the GPU holds on cuda). prefill_tokens: new tokens of a
     replica in one epoch. rows: requests that decode together on one replica. threads: torch threads a rank. nursery:
     where ranks are forked, to share one among engines (None: one of its own). rank_timeout_s: a rank that says nothing
@@ -77,6 +77,7 @@ class Engine:
         rows: int = 64,
         block_size: int = 16,
         dtype: str | None = None,
+        compiled: bool | None = None,
         threads: int = 1,
         record_events: int = 1 << 18,
         nursery: Nursery | None = None,
@@ -86,6 +87,7 @@ class Engine:
     ) -> None:
         options = DeviceOptions(device) if isinstance(device, str) else device
         options = options if dtype is None else replace(options, dtype=dtype)
+        options = options if compiled is None else replace(options, compiled=compiled)
         sizes = {"kv_tokens": CPU_KV_TOKENS if kv_tokens is None else kv_tokens, "prefill_tokens": prefill_tokens}
         sizes |= {"rows": rows, "block_size": block_size, "threads": threads, "record_events": record_events}
         for name, value in sizes.items():
@@ -111,6 +113,8 @@ class Engine:
         )
         self._limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
         registry.create(self._spec, self._limits)  # a policy that cannot be used is refused before ranks start
+        if options.compiled:
+            options.check_installed()
         if options.device == "cuda":
             sizes["kv_tokens"] = self._on_gpus(options, kv_tokens, prefill_tokens, block_size)
         self._pool = sizes["kv_tokens"] // block_size * block_size

@@ -12,6 +12,7 @@ import json
 import struct
 import sys
 from dataclasses import asdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kernel.errors import RankLost, TurnstileError
@@ -47,11 +48,16 @@ def pack_outputs(outputs: Sequence[tuple[Output, int]]) -> bytes:
 
     What is read is {"outputs": [(request, token, logprob, finish, cached, time)]}.
     """
-    body = [
-        _OUTPUT.pack(request, token, logprob, _FINISHES[finish], cached, stamp)
-        for (request, token, logprob, finish, cached), stamp in outputs
-    ]
-    return b"".join([_LENGTH.pack(1 + len(body) * _OUTPUT.size), _OUTPUTS, *body])
+    fields: list[Any] = []
+    for (request, token, logprob, finish, cached), stamp in outputs:
+        fields += (request, token, logprob, _FINISHES[finish], cached, stamp)
+    body = _outputs_of(len(outputs)).pack(*fields)
+    return _LENGTH.pack(1 + len(body)) + _OUTPUTS + body
+
+
+@lru_cache(maxsize=256)
+def _outputs_of(count: int) -> struct.Struct:
+    return struct.Struct("<" + count * _OUTPUT.format[1:])
 
 
 def _outputs(body: memoryview) -> list[tuple[int, int, float, str, int, int]]:

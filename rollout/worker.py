@@ -230,6 +230,7 @@ def _on_cpu(
         block_size=config["block_size"],
         slots=limits.rows,
         dtype=config["device"]["dtype"],
+        compiled=config["device"]["compiled"],
     )
     return CpuDevice(rank, link.collectives, threads=config["threads"], watch=journal.device), model
 

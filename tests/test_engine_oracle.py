@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shutil import which
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,4 +89,21 @@ async def test_a_pool_of_little_more_than_the_largest_trajectory(
         checkpoint, World(2, 2, 2), kv_tokens=208, prefill_tokens=32, block_size=8, rows=8, nursery=nursery
     ) as engine:
         for trajectory in await trajectories(engine, count=8, turns=3, seed=5):
+            oracle.check(trajectory)
+
+
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("world", [World(1), World(2, 2, 2), World(4, 2, 2, "flat")], ids=str)
+async def test_compiled_kernels_under_every_policy(
+    world: World, checkpoint: Path, oracle: Oracle, nursery: Nursery
+) -> None:
+    async with Engine(
+        checkpoint, world, compiled=True, kv_tokens=4096, prefill_tokens=48, rows=8, nursery=nursery
+    ) as engine:
+        for number, policy in enumerate(POLICIES[:6]):
+            await engine.use_policy(policy)
+            for trajectory in await trajectories(engine, count=5, turns=3, seed=number):
+                oracle.check(trajectory)
+        await engine.update_weights(checkpoint)
+        for trajectory in await trajectories(engine, count=3, turns=2, seed=11):
             oracle.check(trajectory)

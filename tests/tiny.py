@@ -107,10 +107,13 @@ class Team:
         slots: int = 16,
         dtype: object = "float32",
         block_size: int = BLOCK_SIZE,
+        compiled: bool = False,
     ) -> None:
         self.world, self.block_size = world, block_size
         self.models: list[Any] = [
-            models.load(path, world, rank, blocks=blocks, block_size=block_size, slots=slots, dtype=dtype)
+            models.load(
+                path, world, rank, blocks=blocks, block_size=block_size, slots=slots, dtype=dtype, compiled=compiled
+            )
             for rank in range(world.size)
         ]
         layers = self.models[0].layers

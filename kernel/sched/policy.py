@@ -8,6 +8,7 @@ the device in this round. A policy never sees a tensor, a socket or a stream.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar, Final, Protocol
 
 from kernel.errors import UsageError
@@ -152,6 +153,12 @@ class Guarantees:
             raise UsageError(f"decode_bound={self.decode_bound!r}: a policy may claim {', '.join(BOUNDS)}")
 
 
+@lru_cache(maxsize=1024)
+def _bucket(rows: int, buckets: tuple[int, ...], granule: int) -> int:
+    least = min((n for n in buckets if n >= rows), default=rows)
+    return -(-least // granule) * granule
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Sizes that plans respect, fixed when the engine starts.
@@ -171,11 +178,7 @@ class Limits:
 
     def bucket(self, rows: int) -> int:
         """The smallest allowed bucket that holds `rows` (0 for none)."""
-        if rows == 0:
-            return 0
-        fits = [n for n in self.buckets if n >= rows]
-        least = min(fits) if fits else rows
-        return -(-least // self.granule) * self.granule
+        return _bucket(rows, self.buckets, self.granule) if rows else 0
 
 
 @dataclass(frozen=True, slots=True)

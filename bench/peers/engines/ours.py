@@ -1,6 +1,6 @@
 """Our engine: `python -m bench.peers.engines.ours CHECKPOINT ROWS [KEY=VALUE ...]`.
 
-Keys: dtype, policy, threads, ranks, adp.
+Keys: dtype, policy, threads, ranks, adp, compiled (0 or 1).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
     engine = Engine(
         checkpoint, World(ranks, adp), policy=options.get("policy", "fine"), dtype=options.get("dtype", "bfloat16"),
         threads=int(options.get("threads", 1)), kv_tokens=512 * rows, prefill_tokens=512 * 16, rows=rows,
+        compiled=options.get("compiled") == "1",
     )  # fmt: skip
     loop.run_until_complete(engine.__aenter__())
     kept: dict[int, Session] = {}
