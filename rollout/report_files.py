@@ -121,12 +121,20 @@ def _check_private(path: Path) -> None:
 
 
 def _check_way(path: Path) -> None:
-    """Raise UsageError where another user could put another directory in the place of this one, or of one above it."""
+    """Raise UsageError where another user could put another directory in the place of this one, or of one above it.
+
+    A user's own group counts as the user (umask 002 is the default of many systems). Root, who works in a directory of
+    somebody else's (a container's mounted checkout), trusts that one user.
+    """
+    trusted = {0, os.geteuid()}
+    if os.geteuid() == 0:
+        trusted.add(Path.cwd().stat().st_uid)
     for above in path.resolve().parents:
         found = above.stat()
-        if found.st_uid not in (0, os.geteuid()):
+        own = 0o020 if found.st_gid == os.getegid() else 0
+        if found.st_uid not in trusted:
             what = f"belongs to another user (uid {found.st_uid})"
-        elif found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        elif found.st_mode & 0o022 & ~own and not found.st_mode & stat.S_ISVTX:
             what = f"can be changed by others (mode {found.st_mode & 0o7777:o})"
         else:
             continue
