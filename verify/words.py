@@ -48,6 +48,13 @@ DECIDE = (
     " py-spy dump), dumps of all ranks, or a record (turnstile.record.install) of the next run."
 )
 """What to do where the evidence does not suffice."""
+TAGS = "Send and receive with the same tag; where there are several, in the same order on both sides."
+"""What to do about a send and a recv whose tags differ."""
+CREATE = (
+    "Create the same groups on all ranks, in one order and with the same members each: every rank calls new_group,"
+    " members or not."
+)
+"""What to do about ranks that create different groups."""
 LAUNCHER = (
     "Look at why the launcher ended: its exit code, what its terminal shows, and the kernel's log (dmesg) for the OOM"
     " killer. Finished turns are kept: go on with --resume."
@@ -131,6 +138,16 @@ def failure(meeting: Meeting) -> str:
     for rank, call in failed.items():
         told.setdefault(f"{at(call)}: {call.failed[:200]}", []).append(rank)
     return "; ".join(f"it failed on {ranks(numbers)}{what}" for what, numbers in list(told.items())[:2])
+
+
+def thread(host: Host) -> str:
+    """`rank 1 (thread saver)`, `the main thread of rank 1`."""
+    return f"rank {host.rank} (thread {host.thread})" if host.thread else f"the main thread of rank {host.rank}"
+
+
+def lower(text: str) -> str:
+    """A sentence as a clause."""
+    return text[:1].lower() + text[1:].rstrip(".")
 
 
 def standing(host: Host) -> str:

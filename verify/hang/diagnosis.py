@@ -17,6 +17,7 @@ from verify.hang.case import Case
 from verify.hang.doubts import weighed
 from verify.hang.findings import FINDINGS
 from verify.hang.stacks import At
+from verify.live.threads import See, nothing_seen
 from verify.matching import NOBODY_KNOWS, Situation
 from verify.readers.found import ENDED, LOOK_AGAIN
 
@@ -68,9 +69,12 @@ class Diagnosis:
         }  # fmt: skip
 
 
-def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
-    """The diagnosis of what was found. quiet: the job has not moved for longer than any operation takes."""
-    case = Case.of(found, quiet)
+def diagnose_found(found: Found, quiet: bool = True, look: See = nothing_seen) -> Diagnosis:
+    """The diagnosis of what was found. quiet: the job has not moved for longer than any operation takes.
+
+    look: sees what the processes of some ranks do now (`verify.live.threads`); asked only where that matters.
+    """
+    case = Case.of(found, quiet, look)
     for finding in FINDINGS:
         case = finding(case) or case
     verdict = _placed(weighed(case), case)
