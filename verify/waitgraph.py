@@ -197,7 +197,7 @@ def across_threads(situation: Situation, verdict: Verdict, closed: Collection[in
         if host.rank in involved and host.standing not in (Standing.BLOCKED, Standing.RAISED, Standing.EXITED)
     ]
     who = " and ".join(dict.fromkeys(words.thread(host) for host in free[:3])) or "another thread"
-    return verdict.undecided(f"{who} may still make the call that is missing; else {words.lower(verdict.say)}")
+    return verdict.undecided(f"{who} may still make the call that is missing; else {words.ring(verdict.say)}")
 
 
 def _lacking(situation: Situation) -> list[Seat]:

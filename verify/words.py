@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from verify.events import Confidence, Kind
@@ -145,9 +146,10 @@ def thread(host: Host) -> str:
     return f"rank {host.rank} (thread {host.thread})" if host.thread else f"the main thread of rank {host.rank}"
 
 
-def lower(text: str) -> str:
-    """A sentence as a clause."""
-    return text[:1].lower() + text[1:].rstrip(".")
+def ring(say: str) -> str:
+    """That ranks wait in a ring, as a clause, from the sentence that says so and how."""
+    found = re.search(r"[Rr]anks? [^:]*? (?:wait in a ring|waits for itself)", say)
+    return found[0][0].lower() + found[0][1:] if found is not None else "there is a ring of waits"
 
 
 def standing(host: Host) -> str:
@@ -241,16 +243,23 @@ def _hop(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, need
     if actor[0] == "queue":
         launch: Launch = mine["launch"]
         behind = f"{operation(meeting)} {_where(situation, launch, meeting)}"
-        return f"on rank {launch.rank} {_own(launch)} is queued behind {behind}, which needs {why}"
+        return f"on rank {launch.rank} {_own(launch)}{at(launch.event)} is queued behind {behind}, which needs {why}"
     host = mine["host"]
     name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
     if meeting.from_anybody:
         return f"{name} waits in {operation(meeting)}{at(host.event)}, and {nobody_of(senders(graph, actor))} has sent"
     if host.event is not None and host.event.kind is Kind.WAIT:
-        return f"{name} waits on the host{at(host.event)} for {operation(meeting)}, which needs {why}"
+        made = "" if at(host.event) else _made(meeting, host.rank)
+        return f"{name} waits on the host{at(host.event)} for {operation(meeting)}{made}, which needs {why}"
     if host.waits and meeting not in host.waits[0].meetings:
         return f"{name} waits in {_own(host.waits[0])}{at(host.event)}, behind {operation(meeting)}, which needs {why}"
     return f"{name} waits in {operation(meeting)}{at(host.event)} for {why}"
+
+
+def _made(meeting: Meeting, rank: int) -> str:
+    """Where a rank has called an operation that its host waits for elsewhere, if that is known."""
+    calls = [call for seat, (_, call) in meeting.arrived.items() if seat[0] == rank and call.site is not None]
+    return f", called{at(calls[0])}" if calls else ""
 
 
 def senders(graph: nx.DiGraph[Any], host: Any) -> list[int]:

@@ -17,7 +17,7 @@ from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.case import core_of
 from verify.hang.creation import groups_that_differ
-from verify.hang.moving import OWN_WAIT
+from verify.hang.moving import FROM_WITHIN
 from verify.hang.stacks import At, for_anybody, standings
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -127,9 +127,11 @@ def threads_that_wait_for_each_other(case: Case) -> Case | None:
 
 
 def _kept(case: Case, rank: int) -> bool:
-    """Whether something outside of its process keeps the main thread of a rank, as its stack or its record shows."""
+    """Whether something outside of its process keeps the main thread of a rank, as its stack or its record shows. An
+    event loop waits for its own threads as well.
+    """
     outside = [host for host in case.hosts(Standing.OUTSIDE) if host.rank == rank]
-    return bool(outside) and not (rank in case.where and OWN_WAIT.search(case.where[rank].what))
+    return bool(outside) and not (rank in case.where and FROM_WITHIN.search(case.where[rank].what))
 
 
 def orders_on_one_device(case: Case) -> Case | None:

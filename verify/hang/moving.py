@@ -25,6 +25,8 @@ OWN_WAIT: Final = re.compile(
 """Of these, what waits for another thread of its own process, or for the clock: nothing outside blocks it."""
 HELD: Final = re.compile(r"interpreter lock|stop signal")
 """What keeps a process whatever its main thread waits for, by a clock or not."""
+FROM_WITHIN: Final = re.compile(rf"{OWN_WAIT.pattern}|(^|\.)(select|poll|epoll)$")
+"""The same, and the wait of an event loop."""
 SLEEP: Final = re.compile(r"(^|\.|a )(time_)?sleep$")
 
 
@@ -43,7 +45,7 @@ def another_thread_may_call(case: Case) -> Verdict | None:
     for rank, now in sorted(seen.items()):
         if now.others or (now.main and rank not in blocked):
             what = now.others[0] if now.others else f"its main thread, which waits for {now.main}"
-            ring = f"else {words.lower(verdict.say)}"
+            ring = f"else {words.ring(verdict.say)}"
             return verdict.undecided(f"rank {rank} has {what}, and that may make the call that is missing; {ring}")
     made = {(host.rank, channel) for host in case.situation.hosts for channel in host.made}
     unseen = sorted({rank for rank, channel in lacking - made if rank not in seen})
@@ -64,7 +66,7 @@ def stacks_contradict_it(case: Case) -> Verdict | None:
         if place.at in (At.OUTSIDE, At.RUNNING):
             how = "runs" if place.at is At.RUNNING else "stands"
             where = f"rank {rank} {how} in {place.what} at {place.site}, by its stack, and waits in no call"
-            return verdict.undecided(f"{where}; without that {words.lower(verdict.say)}")
+            return verdict.undecided(f"{where}; without that {words.ring(verdict.say)}")
     return None
 
 
