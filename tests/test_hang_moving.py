@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kernel.record import Kind
+from tests.fr_dumps import Recorder, save
 from tests.installed_rings import Rank, pair
 from verify.blame import Certainty, Class
 from verify.events import Site
@@ -192,3 +193,12 @@ def test_peers_that_finished_a_call_show_that_an_absent_member_made_it(gone: int
     found = diagnose_found(gather([job])).verdict
     assert (found.cls, found.certainty, found.ranks) == (Class.DEVICE_STALL, Certainty.CONDITIONAL, (stalls,))
     assert f"rank {gone}, of which there is no dump" in found.condition
+
+
+def test_what_ended_on_one_member_was_called_by_one_that_left_no_dump(tmp_path: Path) -> None:
+    ranks = [Recorder(rank, {"0": ("default_pg", (0, 1, 2))}) for rank in (0, 1)]
+    ranks[0].call("0", state="completed")
+    ranks[1].call("0", state="scheduled")
+    found = diagnose_found(gather([save(tmp_path / "job", ranks)])).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.DEVICE_STALL, Certainty.CONDITIONAL, (1,))
+    assert "rank 2, of which there is no dump" in found.condition
