@@ -17,7 +17,7 @@ import networkx as nx
 
 from verify import words
 from verify.events import Confidence
-from verify.matching import Standing
+from verify.matching import NOBODY_KNOWS, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -108,7 +108,8 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
         return absent(Class.OUTSIDE, outside, graph)
     # What a rank did not finish though its peers did is seen; what one does that left no evidence is not.
     settled = _settled(graph) if situation.quiet else Verdict(Class.NONE)
-    if hosts and not (settled.cls is Class.DEVICE_STALL and settled.ranks):
+    lost = any(host.thread == NOBODY_KNOWS for host in hosts)
+    if hosts and (lost or settled.cls is not Class.DEVICE_STALL or not settled.ranks):
         names = words.ranks([host.rank for host in hosts])
         found = absent(Class.MISSING, hosts, graph)
         return replace(found, ranks=(), certainty=Certainty.UNDECIDED, condition=f"no evidence of {names}")

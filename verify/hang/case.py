@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verify.blame import judge
+from verify.blame import Class, judge
 from verify.evidence import situation_of
 from verify.hang.stacks import places, recorded, standings
 from verify.live.threads import See, nothing_seen
+from verify.matching import Standing
 from verify.waitgraph import across_threads, stuck, wait_graph
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from verify.blame import Verdict
     from verify.events import Event
     from verify.hang.stacks import Place
-    from verify.matching import Host, Situation, Standing
+    from verify.matching import Host, Situation
     from verify.readers.found import Found
 
 
@@ -53,7 +54,11 @@ class Case:
         situation = situation_of([*found.events, *told], everybody, quiet, found.present, found.unsure)
         graph = wait_graph(situation)
         core = core_of(graph)
-        verdict = across_threads(situation, judge(situation, graph, set(core)))
+        verdict = judge(situation, graph, set(core))
+        if verdict.cls is Class.CYCLE:
+            tied = {host.rank for host in situation.hosts if host.standing is Standing.BLOCKED}
+            closed = frozenset(rank for rank, now in look(tied).items() if now.closed)
+            verdict = across_threads(situation, verdict, closed)
         return cls(found, quiet, everybody, where, known, situation, graph, core, verdict, look)
 
     def with_(self, events: Iterable[Event]) -> Case:

@@ -110,7 +110,7 @@ def _placed(verdict: Verdict, case: Case) -> Verdict:
     if verdict.cls is not Class.NONE:
         mine = [(rank, text) for rank, text in remarks if rank in verdict.ranks or text.startswith(ENDED)]
         mine.sort(key=lambda each: not each[1].startswith(ENDED))
-        said = tuple(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text))
+        said = tuple(dict.fromkeys(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text)))
         verdict = replace(verdict, chain=(*verdict.chain, *said[:6]))
     lines = [
         f"{f'the main thread of rank {rank}' if rank in threaded else f'rank {rank}'} stands at {where[rank].site}"

@@ -174,7 +174,7 @@ def _cells(meeting: Meeting, dark: Collection[int]) -> dict[int, str]:
     cells = {}
     for rank, seats in mine.items():
         arrived = [meeting.arrived[seat] for seat in seats if seat in meeting.arrived]
-        if not arrived:
+        if not arrived or (rank in dark and all(launch.order < 0 for launch, _ in arrived)):
             cells[rank] = "no evidence" if rank in dark else "not called"
             continue
         state = "done" if all(launch.done for launch, _ in arrived) else "waits"
