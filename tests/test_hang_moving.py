@@ -202,3 +202,43 @@ def test_what_ended_on_one_member_was_called_by_one_that_left_no_dump(tmp_path: 
     found = diagnose_found(gather([save(tmp_path / "job", ranks)])).verdict
     assert (found.cls, found.certainty, found.ranks) == (Class.DEVICE_STALL, Certainty.CONDITIONAL, (1,))
     assert "rank 2, of which there is no dump" in found.condition
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_second_init_in_one_process_begins_its_numbers_anew(lost: int, stuck: bool, tmp_path: Path) -> None:
+    """Five calls of 8 elements, then two of 64 in a group of the same name; lost: what rank 1's ring does not hold."""
+    ranks = [Recorder(rank, {"0": ("default_pg", (0, 1))}) for rank in (0, 1)]
+    for rank in ranks:
+        for size, calls in ((8, 5), (64, 2)):
+            rank.counts.clear()
+            for _ in range(calls):
+                rank.call("0", size=size)
+    ranks[1].entries = ranks[1].entries[lost:]
+    if stuck:
+        ranks[0].call("0", size=64, state="scheduled")
+    found = diagnose_found(gather([save(tmp_path / "job", ranks)])).verdict
+    if stuck:
+        assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+        assert "call 3 on default_pg (2)" in found.say
+    else:
+        assert found.cls is Class.NONE
+
+
+def test_lines_of_a_log_that_repeat_calls_of_a_dump_are_no_second_init(tmp_path: Path) -> None:
+    ranks = [Recorder(rank, {"0": ("default_pg", (0, 1))}) for rank in (0, 1)]
+    for rank in ranks:
+        rank.call("0")
+    ranks[0].call("0", state="scheduled")
+    ranks[0].call("0", state="scheduled")
+    job = save(tmp_path / "job", ranks)
+    (job / "watchdog.log").write_text(
+        "[rank0]:[E810 03:04:11.0 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout:"
+        " WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600096 milliseconds"
+        " before timing out.\n[rank0]:[E810 03:04:11.1 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID 0(default_pg) Rank 0] "
+        " failure detected by watchdog at work sequence id: 2 PG status: last enqueued work: 3, last completed work: 1\n"
+    )
+    found = diagnose_found(gather([job])).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+    assert "call 2 on default_pg at" not in found.say
+    assert "(2)" not in found.say

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verify.blame import Class, judge
 from verify.evidence import situation_of
+from verify.hang.restarts import kept_apart
 from verify.hang.stacks import places, recorded, standings
 from verify.live.threads import See, nothing_seen
 from verify.matching import Standing
@@ -47,6 +48,7 @@ class Case:
     @classmethod
     def of(cls, found: Found, quiet: bool, look: See = nothing_seen) -> Case:
         """As the wait-for graph alone judges."""
+        found = replace(found, events=kept_apart(found.events))
         where = places(found.stacks, found.lively)
         everybody = tuple(sorted({*found.expected, *found.present, *where}))
         known, where = recorded(found, where)

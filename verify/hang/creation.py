@@ -33,6 +33,10 @@ def groups_that_differ(case: Case) -> Case | None:
         channels = [channel for channel in sides if sides[channel] and _open(case, channel)]
         if len(channels) < 2 or not set(channels[0].members) & set(channels[1].members):
             continue
+        # What logs and dumps say of members is less than all, and each rank's own record says it once.
+        callers = [rank for channel in channels for rank in sides[channel]]
+        if len(set(callers)) < len(callers) or not case.found.whole.issuperset(callers):
+            continue
         return replace(case, verdict=_told(case, name, {channel: sides[channel] for channel in channels}))
     return None
 
