@@ -119,6 +119,12 @@ def test_a_wait_for_a_future_is_one_for_its_call(file: str) -> None:
     assert (found.at, found.site) == (At.CALL, LINE)
 
 
+def test_a_wait_below_the_wrapper_of_the_record_is_one_for_its_call() -> None:
+    wrapper = Site("/srv/kernel/comm/tap/groups.py", 240, "Groups._waits.<locals>.simple")
+    found = places([main(0, wrapper, LINE)])[0]
+    assert (found.at, found.site) == (At.CALL, LINE)
+
+
 def test_a_line_that_waits_for_a_future_is_seen_where_its_file_is_here(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("dist.all_reduce(x, async_op=True).get_future().wait()\n")
@@ -235,8 +241,9 @@ def test_lines_of_a_log_that_repeat_calls_of_a_dump_are_no_second_init(tmp_path:
     (job / "watchdog.log").write_text(
         "[rank0]:[E810 03:04:11.0 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout:"
         " WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600096 milliseconds"
-        " before timing out.\n[rank0]:[E810 03:04:11.1 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID 0(default_pg) Rank 0] "
-        " failure detected by watchdog at work sequence id: 2 PG status: last enqueued work: 3, last completed work: 1\n"
+        " before timing out.\n[rank0]:[E810 03:04:11.1 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID 0(default_pg)"
+        " Rank 0]  failure detected by watchdog at work sequence id: 2 PG status: last enqueued work: 3, last completed"
+        " work: 1\n"
     )
     found = diagnose_found(gather([job])).verdict
     assert (found.cls, found.ranks) == (Class.MISSING, (1,))

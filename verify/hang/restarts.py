@@ -1,8 +1,8 @@
 """Groups that were made anew in one process, with their numbers from the start: the calls of both are kept apart.
 
-A dump names a group by a number that a second `init_process_group` gives again. Where the numbers of a rank's calls in
-one group go back, a new group begins. Ranks are aligned by the newest one, since what is lost of a ring is its beginning;
-but for a rank whose calls begin with the first one ever and that has made fewer groups: that one is still in an old one.
+A dump names a group by a number that a second `init_process_group` gives again. Where the numbers of a rank's calls
+in one group go back, a new group begins. Ranks are aligned by the newest one, since what is lost of a ring is its
+beginning; but a rank whose calls begin with the first one ever, and that has made fewer groups, is still in an old one.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ def kept_apart(events: Iterable[Event]) -> tuple[Event, ...]:
     names: dict[tuple[Communicator, int], Communicator] = {}
     found: list[Event] = []
     for event, number in zip(events, which, strict=True):
-        group = event.communicator
-        if event.kind is not Kind.COLLECTIVE or group is None or event.sequence is None or not most[group]:
+        old = event.communicator
+        if event.kind is not Kind.COLLECTIVE or old is None or event.sequence is None or not most[old]:
             found.append(event)
             continue
-        key = (event.rank, group)
-        behind = most[group] - made[key]
-        at = number + (0 if first[key] == 0 else behind)
-        label = f"{group.name} ({at + 1})" if at else group.name
-        known = names.setdefault((group, at), Communicator(group.members, label))
+        at = number + (0 if first[event.rank, old] == 0 else most[old] - made[event.rank, old])
+        label = f"{old.name} ({at + 1})" if at else old.name
+        known = names.setdefault((old, at), Communicator(old.members, label))
         found.append(replace(event, communicator=known))
     return tuple(found)

@@ -73,6 +73,8 @@ COLLECTIVE: Final = re.compile(
     r"monitored_barrier|send|recv|batch_isend_irecv|new_group|destroy_process_group|init_process_group)$"
 )
 WORK: Final = re.compile(r"c10d::(Work|ProcessGroup)\w*(::\w+)*::(wait|synchronize)|ncclGroupEnd|ncclCommInit|gloo::")
+TAP: Final = re.compile(r"(^|/)kernel/comm/tap/")
+"""Where the record wraps calls and waits for them: what is below is in C, and leaves no frame."""
 FUTURE_FILES: Final = re.compile(r"(^|/)torch/futures/")
 FUTURE: Final = re.compile(r"^(Future\.)?(wait|value|wait_all)$")
 """Waiting for a future of a call of torch, as for its Work."""
@@ -166,6 +168,8 @@ def _place(rank: int, stack: Stack) -> Place:
     waits = _kernel(stack)
     if inner and INTERNAL_FILES.search(inner[0].file):
         return Place(rank, At.COLLECTIVE, inner[0].function or str(inner[0]), site)
+    if inner and TAP.search(inner[0].file):
+        return Place(rank, At.CALL, "a wait for a call", site)
     if inner and inner[0].file != KERNEL:
         return Place(rank, At.OUTSIDE, waits or _function(inner), site)
     line = source_line(site)
