@@ -16,6 +16,7 @@ from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
 from verify.hang.stacks import At, places
 from verify.live.threads import Moves
+from verify.matching import Host
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
 from verify.readers.gather import gather, merge
@@ -249,3 +250,21 @@ def test_lines_of_a_log_that_repeat_calls_of_a_dump_are_no_second_init(tmp_path:
     assert (found.cls, found.ranks) == (Class.MISSING, (1,))
     assert "call 2 on default_pg at" not in found.say
     assert "(2)" not in found.say
+
+
+def test_ranks_without_a_dump_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work grows with the world, not with its square."""
+    compared = 0
+
+    def equal(one: Host, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return one is other
+
+    monkeypatch.setattr(Host, "__eq__", equal)
+    size = 400
+    rank = Recorder(0, {"0": ("default_pg", range(size))})
+    rank.call("0", state="scheduled")
+    found = diagnose_found(gather([save(tmp_path / "job", [rank])])).verdict
+    assert found.certainty is Certainty.UNDECIDED
+    assert compared < 10 * size

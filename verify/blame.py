@@ -132,8 +132,8 @@ def _first(roots: list[tuple[Host, bool]], situation: Situation, graph: nx.DiGra
     if any(host.ahead is not None for host in situation.hosts):
         return roots
     needed = awaited(graph)
-    some = [each for each in roots if ("host", each[0].rank, each[0].thread) in needed]
-    return [each for each in roots if each in some or each[0].standing is Standing.RAISED] if some else roots
+    some = {id(host) for host, _ in roots if ("host", host.rank, host.thread) in needed}
+    return [each for each in roots if id(each[0]) in some or each[0].standing is Standing.RAISED] if some else roots
 
 
 def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
