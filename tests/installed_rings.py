@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kernel.record import Kind, Recorder, ring_path
 from kernel.record.foreign import PROGRAM, Call, Group, thread_text
 from verify.hang.diagnosis import diagnose_found
+from verify.live.threads import Moves
 from verify.readers.record import RecordReader
 
 if TYPE_CHECKING:
@@ -75,8 +76,10 @@ class Rank:
         self.recorder.event(kind, epoch=self.at, a=a, b=self.recorder.site(text), site=self.recorder.site(PROGRAM_LINE))
 
 
-def told(out: Path, patience_s: float = 5.0) -> Diagnosis:
-    return diagnose_found(RecordReader(patience_s).read(out))
+def told(out: Path, patience_s: float = 5.0, closed: bool = False) -> Diagnosis:
+    """The diagnosis. closed: the processes run here, and nothing happens in them before one of their calls ends."""
+    found = RecordReader(patience_s).read(out)
+    return diagnose_found(found, look=lambda ranks: dict.fromkeys(ranks, Moves()) if closed else {})
 
 
 def pair(out: Path, ago_s: float = 60.0, size: int = 2) -> list[tuple[Rank, Group]]:

@@ -192,6 +192,98 @@ def pairs() -> None:
     dist.send(x, 1 - RANK)
 
 
+def crosses_a_helper() -> None:
+    """Nothing is wrong: the main threads wait in two groups, for helpers of each other's rank that take their time."""
+    from threading import Thread
+
+    one, other = dist.new_group(group_desc="P"), dist.new_group(group_desc="D")
+    mine, helped = (one, other) if RANK == 0 else (other, one)
+
+    def help_out() -> None:
+        time.sleep(600)
+        dist.all_reduce(torch.ones(4), group=helped)
+
+    x = train()
+    Thread(target=help_out, daemon=True).start()
+    here()
+    dist.all_reduce(x, group=mine)
+
+
+def crosses_under_a_lock() -> None:
+    """Each rank has two threads that call under one lock, in opposite order, and a main thread that waits for them."""
+    from threading import Event, Lock, Thread
+
+    groups = [dist.new_group(group_desc=name) for name in ("P", "D")]
+    guard, taken = Lock(), Event()
+
+    def call(place: int) -> None:
+        with guard:
+            taken.set()
+            dist.all_reduce(torch.ones(4), group=groups[place])
+
+    train()
+    threads = [Thread(target=call, args=(place,), daemon=True) for place in ((0, 1) if RANK == 0 else (1, 0))]
+    for thread in threads:
+        thread.start()
+        taken.wait()
+    here()
+    for thread in threads:
+        thread.join()
+
+
+def crosses_by_futures() -> None:
+    """Two groups in opposite order, waited for through the futures of the calls."""
+    groups = [dist.new_group(group_desc=name) for name in ("P", "D")]
+    train()
+    here()
+    for group in groups if RANK == 0 else groups[::-1]:
+        dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().wait()
+
+
+def makes_other_members() -> None:
+    """Rank 0 takes itself and rank 1 into a group, the others take everybody."""
+    x = train()
+    here()
+    group = dist.new_group([0, 1] if RANK == 0 else list(range(SIZE)))
+    dist.all_reduce(x, group=group)
+
+
+def makes_another_order() -> None:
+    """Rank 1 makes two groups in the other order."""
+    x = train()
+    lists = [[0, 1], [0, 1, 2]]
+    here()
+    for members in lists[::-1] if RANK == 1 else lists:
+        dist.new_group(members)
+    dist.all_reduce(x)
+
+
+def tags_differ() -> None:
+    """A send with one tag and a recv with another."""
+    train()
+    here()
+    if RANK == 0:
+        dist.send(torch.ones(1 << 20), 1, tag=1)
+    else:
+        dist.recv(torch.ones(1 << 20), 0, tag=2)
+
+
+def dies_beside() -> None:
+    """Rank 1 dies, rank 2 that received from it gives up and stays away, rank 0 waits for rank 2."""
+    group = dist.new_group([0, 2])
+    x = train()
+    here()
+    if RANK == 1:
+        sys.stdin.readline()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if RANK == 2:
+        try:
+            dist.recv(x, 1)
+        except RuntimeError:
+            time.sleep(600)
+    dist.all_reduce(x, group=group)
+
+
 def ends() -> None:
     """Nothing is wrong, and the job waits for its next piece of work."""
     train()

@@ -243,7 +243,9 @@ def test_a_rank_that_returns_early_and_lives(tmp_path: Path) -> None:
         answer = job.hang()
         assert answer.code == 1
         assert answer.told["class"] in ("missing", "outside")
-        assert (answer.told["certainty"], answer.told["ranks"]) == ("certain", [1])
+        # A sleep ends by itself: only if it does not come then.
+        assert (answer.told["certainty"], answer.told["ranks"]) == ("conditional", [1])
+        assert "its wait ends by the clock, in " in answer.say
         assert any("it decided last: skips the step: no tokens" in line for line in answer.told["chain"])
 
 
@@ -277,6 +279,83 @@ def test_a_rank_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
         assert answer.verdict == (1, "outside", "certain", [1])
         assert "interpreter lock" in answer.say
         assert any("no Python has run in its process" in line for line in answer.told["chain"])
+
+
+def futex(job: Job, *ranks: int) -> None:
+    """Their main threads wait for another thread, or in a call of gloo, and have for longer than the patience."""
+    for rank in ranks:
+        job.until(lambda rank=rank: job.stands(rank, "futex") and job._idle(rank))  # type: ignore[misc]
+
+
+def test_main_threads_that_wait_for_helpers_of_each_other_are_no_cycle(tmp_path: Path) -> None:
+    """Calls of different threads have no order: a helper that has called nothing yet is in no record."""
+    with Job(tmp_path, "crosses_a_helper") as job:
+        both(job)
+        for answer in (job.hang(pids=False), job.hang()):
+            assert (answer.code, answer.told["ranks"]) == (3, [])
+            assert "a thread that waits for the clock, in " in answer.say
+            assert "the call that is missing" in answer.say
+
+
+def test_threads_that_wait_for_each_other_by_a_lock_are_a_cycle(tmp_path: Path) -> None:
+    """Every thread of both processes is blocked, though only one of each is in a call."""
+    with Job(tmp_path, "crosses_under_a_lock") as job:
+        futex(job, 0, 1)
+        time.sleep(5.5)  # until then the main threads may be on their way
+        for answer in (job.hang(pids=False), job.hang()):
+            assert answer.verdict == (1, "cycle", "certain", [0, 1])
+            assert "(thread Thread-1 (call)) waits" in answer.say
+
+
+@SPY
+def test_a_crossing_through_futures_is_seen_in_stacks(tmp_path: Path) -> None:
+    with Job(tmp_path, "crosses_by_futures") as job:
+        futex(job, 0, 1)
+        answer = job.hang()
+        assert answer.verdict == (1, "cycle", "certain", [0, 1])
+
+
+def test_groups_that_are_created_with_other_members(tmp_path: Path) -> None:
+    with Job(tmp_path, "makes_other_members", 3) as job:
+        first(job)
+        time.sleep(5.5)
+        for answer in (job.hang(pids=False), job.hang()):
+            # Where rank 1 is still making the group, its members are not known yet.
+            assert answer.code == 1
+            assert answer.told["class"] == "mismatch"
+            assert answer.told["ranks"] in ([], [0])
+            assert "in makes_other_members" in answer.say
+            assert "new_group" in answer.told["fix"]
+
+
+def test_groups_that_are_created_in_another_order(tmp_path: Path) -> None:
+    with Job(tmp_path, "makes_another_order", 3) as job:
+        both(job)
+        time.sleep(5.5)  # until then they may be on their way
+        answer = job.hang(pids=False)
+        assert (answer.code, answer.told["class"], answer.told["ranks"]) == (1, "mismatch", [])
+        assert "in makes_another_order" in answer.say
+
+
+def test_tags_that_differ(tmp_path: Path) -> None:
+    with Job(tmp_path, "tags_differ") as job:
+        both(job)
+        answer = job.hang()
+        assert answer.verdict == (1, "mismatch", "certain", [])
+        assert "rank 0 sends with tag 1" in answer.say
+        assert "rank 1 receives with tag 2" in answer.say
+
+
+def test_who_died_comes_before_who_stays_away_for_that(tmp_path: Path) -> None:
+    with Job(tmp_path, "dies_beside", 3) as job:
+        job.until(lambda: job.waits(0))
+        job.until(lambda: job.waits(2))
+        job.kill(1)
+        job.until(lambda: job.stands(2, "nanosleep"))
+        time.sleep(5.5)  # before that, rank 2 may be on its way
+        answer = job.hang(pids=False)
+        assert answer.verdict == (1, "exception", "conditional", [1])
+        assert "failed on rank 2" in answer.say
 
 
 def test_a_job_that_waits_for_work_is_not_stuck(tmp_path: Path) -> None:

@@ -122,10 +122,10 @@ CASES = {
     ),
     "crossing of hosts": Case(
         of(crossing("scheduled")), r"missing ranks: \{(0\}[\s\S]*missing ranks: \{1|1\}[\s\S]*missing ranks: \{0)\}",
-        ("cycle", "certain", (0, 1)),
+        ("cycle", "conditional", (0, 1)),
     ),
-    "ring of three pairs": Case(of(ring()), r"(missing ranks[\s\S]*){3}", ("cycle", "certain", (0, 1, 2))),
-    "both send first": Case(of(sends()), "SIZE_OR_SYNTAX_MISMATCH", ("cycle", "certain", (0, 1))),
+    "ring of three pairs": Case(of(ring()), r"(missing ranks[\s\S]*){3}", ("cycle", "conditional", (0, 1, 2))),
+    "both send first": Case(of(sends()), "SIZE_OR_SYNTAX_MISMATCH", ("cycle", "conditional", (0, 1))),
     "pipeline that completed": Case(of(pipeline()), "Not all ranks joining", ("none", "certain", ())),
     "broadcast done on its root": Case(of(relayed()), "STATE_MISMATCH", ("device_stall", "undecided", ())),
     "records of one rank shifted": Case(

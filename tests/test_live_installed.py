@@ -21,6 +21,7 @@ from verify.live.check import Check
 from verify.live.idle import Idle, Sample
 from verify.live.installed import LiveInstalled
 from verify.live.rings import Rings
+from verify.live.threads import Moves
 from verify.readers.installed_ring import Ring
 from verify.top import main as top
 from verify.top.follow import Follower
@@ -39,6 +40,8 @@ MOVES = ("call", "over", "wait", "done", "store", "stored", "group", "size", "th
 def _alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """These rings say that they began before this process, which would then be another one."""
     monkeypatch.setattr("verify.live.rings.writer_state", lambda recording, boot: "S")
+    for place in ("verify.live.threads.moves", "verify.live.installed.moves"):
+        monkeypatch.setattr(place, lambda pid: Moves())
 
 
 class Job:

@@ -27,7 +27,7 @@ def test_a_ring_holds_everybody_who_may_send(tmp_path: Path) -> None:
     for rank, group in ranks:
         rank.over(rank.call(group))
         recv(rank, group, -1 if rank.rank == 1 else 1)
-    found = told(tmp_path).verdict
+    found = told(tmp_path, closed=True).verdict
     assert (found.cls, found.certainty, found.ranks) == (Class.CYCLE, Certainty.CERTAIN, (0, 1, 2))
     assert "rank 1 waits in a recv from anybody on world" in found.say.lower()
     assert "none of ranks 0 and 2 has sent" in found.say

@@ -37,7 +37,7 @@ def test_a_ring_in_a_running_job_is_certain_only_where_the_hosts_are_seen_to_wai
     assert diagnose_events(evidence(waited), quiet=False).cls is Class.CYCLE
     enqueued = crossed.replace("!", "")
     assert diagnose_events(evidence(enqueued), quiet=False).certainty is Certainty.UNDECIDED
-    assert "waits for what it has open" in diagnose_events(evidence(enqueued)).condition
+    assert "wait for what they have open" in diagnose_events(evidence(enqueued)).condition
 
 
 def test_calls_that_completed_may_differ_all_the_same() -> None:

@@ -17,7 +17,7 @@ import networkx as nx
 
 from verify import words
 from verify.events import Confidence
-from verify.matching import Standing
+from verify.matching import NOBODY_KNOWS, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 INFERRED = Confidence.INFERRED
+CREATION = "INIT"
 RELAYED = frozenset({"BC", "broadcast", "reduce", "gather", "scatter"})
 """Operations that some members finish while others still wait for one another."""
 
@@ -98,18 +99,21 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     if differing := [meeting for meeting in situation.meetings.values() if not meeting.agrees()]:
         return mismatch(differing, _sides_of_all)
     if core:
-        return _cycle(situation, graph, core)
+        return cycle(situation, graph, core)
     hosts = [host for host, active in roots if active] or [host for host, _ in roots]
     known = [host for host in hosts if host.standing is not Standing.UNKNOWN]
     if late := [host for host in known if host.standing is not Standing.OUTSIDE]:
         return absent(Class.MISSING, late, graph)
     if outside := known or [host for host in situation.hosts if host.standing is Standing.OUTSIDE]:
         return absent(Class.OUTSIDE, outside, graph)
-    if hosts:
+    # What a rank did not finish though its peers did is seen; what one does that left no evidence is not.
+    settled = _settled(graph) if situation.quiet else Verdict(Class.NONE)
+    lost = any(host.thread == NOBODY_KNOWS for host in hosts)
+    if hosts and (lost or settled.cls is not Class.DEVICE_STALL or not settled.ranks):
         names = words.ranks([host.rank for host in hosts])
         found = absent(Class.MISSING, hosts, graph)
         return replace(found, ranks=(), certainty=Certainty.UNDECIDED, condition=f"no evidence of {names}")
-    return _settled(graph) if situation.quiet else Verdict(Class.NONE)
+    return settled
 
 
 def awaited(graph: nx.DiGraph[Any]) -> set[Any]:
@@ -128,8 +132,8 @@ def _first(roots: list[tuple[Host, bool]], situation: Situation, graph: nx.DiGra
     if any(host.ahead is not None for host in situation.hosts):
         return roots
     needed = awaited(graph)
-    some = [each for each in roots if ("host", each[0].rank, each[0].thread) in needed]
-    return [each for each in roots if each in some or each[0].standing is Standing.RAISED] if some else roots
+    some = {id(host) for host, _ in roots if ("host", host.rank, host.thread) in needed}
+    return [each for each in roots if id(each[0]) in some or each[0].standing is Standing.RAISED] if some else roots
 
 
 def _roots(graph: nx.DiGraph[Any]) -> list[tuple[Host, bool]]:
@@ -205,7 +209,11 @@ def minority(sides: Iterable[Iterable[int]], of: int = 0) -> tuple[int, ...]:
     return tuple(sorted(rank for party in parties[1:] for rank in party))
 
 
-def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
+def cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdict:
+    """The verdict on nodes that are stuck even if every root were free: a shortest ring of waits among them.
+
+    Where some wait is concluded from what a rank has open, the ring is conditional.
+    """
     nodes = shortest_cycle(graph.subgraph(core))
     chain = words.chain(situation, graph, nodes)
     tied = {node for node in nodes if node[0] != "op"}
@@ -222,20 +230,12 @@ def _cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verd
         verb = "differs" if len(odd) == 1 else "differ"
         say += f" {words.ranks(odd).capitalize()} {verb} from the majority, which calls {order}."
     found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
-    if doubtful := sorted({graph.nodes[actor]["rank"] for actor in _guessed(graph, nodes)}):
-        found = found.only_if(f"no other thread of {words.ranks(doubtful)} makes the call that is missing")
-    presumed = [graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed]
-    return replace(found, condition=f"{words.ranks(presumed)} waits for what it has open") if presumed else found
-
-
-def _guessed(graph: nx.DiGraph[Any], nodes: Sequence[Any]) -> list[Any]:
-    """Actors of a cycle that wait, while another thread of their rank may make the call."""
-    found = []
-    for op, actor in [*pairwise(nodes), (nodes[-1], nodes[0])]:
-        if op[0] == "op":
-            through = actor if graph.has_edge(op, actor) else ("any", actor[1], "", op[1])
-            found += [actor] if graph.has_edge(op, through) and graph.edges[op, through].get("guessed") else []
-    return found
+    presumed = {graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed}
+    if not presumed:
+        return found
+    return found.only_if(
+        f"{words.ranks(presumed)} {'waits for what it has' if len(presumed) == 1 else 'wait for what they have'} open"
+    )
 
 
 def _out_of_order(ops: Sequence[Meeting]) -> tuple[tuple[int, ...], str]:
@@ -281,12 +281,33 @@ def _failed(meetings: Sequence[Meeting]) -> Verdict:
     return Verdict(Class.EXCEPTION, ranks=ranks, chain=tuple(lines), say=say, fix=words.FIXES["exception"])
 
 
+def _parts(meeting: Meeting) -> bool:
+    """Whether some members made a group, and others still wait to make theirs: no device has to do with that."""
+    calls = {call.operation for _, call in meeting.arrived.values()}
+    return calls == {CREATION} and any(launch.done for launch, _ in meeting.arrived.values())
+
+
+def _different_groups(meeting: Meeting) -> Verdict:
+    """Groups are made by all ranks in one order. One that is made on some and not on others is not the same one."""
+    done = {seat[0]: call for seat, (launch, call) in sorted(meeting.arrived.items()) if launch.done}
+    open_ = {seat[0]: call for seat, (launch, call) in sorted(meeting.arrived.items()) if not launch.done}
+    sides = [f"{words.ranks(side)} {verb}{words.at(next(iter(side.values())))}" for side, verb in (
+        (done, "made it"), (open_, "waits in it" if len(open_) == 1 else "wait in it"),
+    )]  # fmt: skip
+    lines = tuple(words.called(meeting, seat) for seat, (_, call) in sorted(meeting.arrived.items()) if call.site)
+    say = f"{words.number(meeting)}, the creation of a group, parts its callers: {', '.join(sides)}."
+    found = Verdict(Class.MISMATCH, chain=lines, say=say, fix=words.CREATE)
+    return found.only_if("they do not create the same group: with other members, or in another order")
+
+
 def _settled(graph: nx.DiGraph[Any]) -> Verdict:
     """All came and agree: a member that did not finish what its peers did, or nobody did."""
     leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
     open_ops = sorted((data["meeting"] for data in leaves), key=_place)
     if broken := [meeting for meeting in open_ops if meeting.failures()]:
         return _failed(broken)
+    if parted := [meeting for meeting in open_ops if _parts(meeting)]:
+        return _different_groups(parted[0])
     stalled: dict[int, Meeting] = {}
     relayed: list[Meeting] = []
     for meeting in open_ops:

@@ -15,6 +15,7 @@ OPERATIONS = {
     "AR": "all_reduce",
     "AG": "all_gather",
     "RS": "reduce_scatter",
+    "RSv": "reduce_scatterv",
     "A2A": "all_to_all",
     "BC": "broadcast",
     "BAR": "barrier",

@@ -34,7 +34,8 @@ def situation_of(
     evidence is at hand even if it holds no call: in a quiet job they are ELSEWHERE. unsure: see
     `Situation`. A rank that made a later
     call on a channel has finished the earlier ones that the evidence lacks (rings and dumps hold the newest only, and
-    readers leave out what met and ended).
+    readers leave out what met and ended). A rank without any evidence has made a call that cannot have ended on others
+    without it.
     """
     launches: dict[int, list[Launch]] = {}
     meetings: dict[Key, Meeting] = {}
@@ -57,6 +58,14 @@ def situation_of(
             if seat not in meeting.arrived and counts[channel, seat] > number:
                 passed = replace(example, rank=seat[0], site=None, confidence=Confidence.INFERRED)
                 meeting.arrived[seat] = (Launch(passed, -1, done=True), passed)
+    known = {rank for rank, _ in last} | set(present)
+    for meeting in meetings.values():
+        if meeting.ended_for_all:
+            example = next(iter(meeting.arrived.values()))[1]
+            for seat in meeting.seats:
+                if seat not in meeting.arrived and seat[0] not in known:
+                    passed = replace(example, rank=seat[0], site=None, confidence=Confidence.INFERRED)
+                    meeting.arrived[seat] = (Launch(passed, -1, done=True), passed)
     hosts = []
     for who, (event, issued) in sorted(last.items(), key=itemgetter(0)):
         host = _host(event, issued, launches.get(who[0], ()), quiet)

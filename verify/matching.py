@@ -40,6 +40,8 @@ Seat = tuple[int, str]
 RECENT = 10
 """Calls at the end of a rank's that pictures may show. Readers that leave calls out keep these."""
 
+JOINT = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
+"""Operations that end nowhere before every member has come."""
 UNEVEN = frozenset({"A2A", "all_to_all", "gather", "scatter"})
 """Operations whose recorded input sizes may differ between members."""
 
@@ -104,6 +106,17 @@ class Meeting:
     def from_anybody(self) -> bool:
         """Whether its receiver would take what any other member sends."""
         return any(call.stream.startswith(ANYBODY) for _, call in self.arrived.values())
+
+    @property
+    def ended_for_all(self) -> bool:
+        """Whether it has ended on some member, though it ends on none before all have come.
+
+        On gloo a call that raised an exception looks finished in a dump.
+        """
+        ended = [call for launch, call in self.arrived.values() if launch.done]
+        return bool(ended) and all(
+            call.operation in JOINT and call.medium != "gloo" and not call.failed for call in ended
+        )
 
     def failures(self) -> dict[int, Event]:
         """Rank -> its call, of those whose call raised an exception."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from verify.blame import Certainty, Class, Verdict, judge, severity
+from verify import words
+from verify.blame import Certainty, Class, Verdict, cycle, judge, severity
 from verify.evidence import situation_of
 from verify.execution import executions
 from verify.matching import NOBODY_KNOWS, ROOTS, Host, Standing, reach
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
     from verify.events import Event, Program
     from verify.matching import Meeting, Seat, Situation
 
-__all__ = ["Certainty", "Class", "Verdict", "diagnose", "diagnose_events", "diagnose_program", "stuck", "wait_graph"]
+__all__ = [
+    "Certainty", "Class", "Verdict", "across_threads", "diagnose", "diagnose_events", "diagnose_program", "stuck",
+    "wait_graph",
+]  # fmt: skip
 
 
 def diagnose_program(program: Program | str, exclusive_device: bool = False, budget: int = 2000) -> Verdict:
@@ -60,7 +64,8 @@ def diagnose_events(
 def diagnose(situation: Situation) -> Verdict:
     """The verdict on where everybody stands."""
     graph = wait_graph(situation)
-    return judge(situation, graph, core=stuck(graph, free=[node for node in graph if not graph.out_degree(node)]))
+    core = stuck(graph, free=[node for node in graph if not graph.out_degree(node)])
+    return across_threads(situation, judge(situation, graph, core))
 
 
 def _over_orders(program: Program, exclusive: bool, budget: int) -> Verdict:
@@ -79,19 +84,24 @@ def _over_orders(program: Program, exclusive: bool, budget: int) -> Verdict:
     return worst.only_if("the threads of a rank issue their calls in one of several possible orders")
 
 
-def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
+def wait_graph(
+    situation: Situation, strict: bool = False, closed: Collection[int] = frozenset()
+) -> nx.DiGraph[Any]:
     """The wait-for graph of a situation, over all media, streams and devices at once.
 
+    strict: of evidence, a call that is missing waits for any thread of its rank that may still make one, whatever each
+    has called so far: collectives of different threads have no order between them. What is stuck in this graph is
+    stuck whichever thread was to make the call. closed: ranks of whose processes it is known that no thread goes on
+    before one of those that wait in calls does; so one of these has to, whoever is to make the call then.
+
     Node attributes: rank (actors), mode ("and" | "or"), host, launch, meeting (what it stands for), active (of an
-    operation: somebody waits in it and for nothing before it). Edge attribute: guessed (from an operation: perhaps
-    another thread makes the call). Linear in the calls and their members.
+    operation: somebody waits in it and for nothing before it). Linear in the calls and their members.
     """
     graph: nx.DiGraph[Any] = nx.DiGraph()
     hosts: dict[int, list[Host]] = {}
     for host in situation.hosts:
         hosts.setdefault(host.rank, []).append(host)
         graph.add_node(("host", host.rank, host.thread), rank=host.rank, mode="or" if host.any_of else "and", host=host)
-    threaded = any(host.thread and host.ahead is None for host in situation.hosts)
     seen: set[int] = set()
     behind = {id(launch): (launch, before) for launch, before in situation.predecessors()}
     for launch, before in behind.values():
@@ -109,26 +119,27 @@ def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
         together, empty = reach(launch)
         joined = {id(meeting): meeting for each in together.values() if not each.done for meeting in each.meetings}
         blocked = [("queue", one.rank, one.order) for key, one in together.items() if key in behind and behind[key][1]]
-        absent: list[tuple[Any, bool]] = [(actor, False) for actor in blocked]
+        absent: list[Any] = [*blocked]
         for meeting, seat in empty:
             if (seat[0], meeting.key[0].name) in situation.unsure:
                 lost = Host(seat[0], NOBODY_KNOWS, Standing.UNKNOWN)
                 graph.add_node(("host", seat[0], NOBODY_KNOWS), rank=seat[0], mode="and", host=lost)
-                absent.append((("host", seat[0], NOBODY_KNOWS), False))
+                absent.append(("host", seat[0], NOBODY_KNOWS))
                 continue
             mine = hosts.get(seat[0], [])
-            able, guessed = _callers(mine, meeting, seat)
+            if seat[0] in closed:
+                mine = [host for host in mine if host.standing is Standing.BLOCKED] or mine
+            able = _may_call(mine, seat) if strict or seat[0] in closed else _callers(mine, meeting, seat)
             if len(able) > 1 and mine[0].ahead is None:
                 anyone = ("any", seat[0], "", meeting.key)
                 graph.add_node(anyone, rank=seat[0], mode="or")
                 graph.add_edges_from((anyone, who) for who in able)
                 able = [anyone]
-            absent += [(who, guessed and threaded) for who in able]
+            absent += able
         seen |= joined.keys()
         for meeting in joined.values():
             graph.add_node(("op", meeting.key), mode="and", meeting=meeting)
-            for actor, guessed in absent:
-                graph.add_edge(("op", meeting.key), actor, guessed=guessed)
+            graph.add_edges_from((("op", meeting.key), actor) for actor in absent)
     for host in situation.hosts:
         if host.standing is Standing.BLOCKED:
             keys = dict.fromkeys(meeting.key for launch in host.waits for meeting in launch.meetings)
@@ -136,15 +147,14 @@ def wait_graph(situation: Situation) -> nx.DiGraph[Any]:
     return graph
 
 
-def _callers(hosts: list[Host], meeting: Meeting, seat: Seat) -> tuple[list[Any], bool]:
-    """The threads that a meeting waits for, and whether these are no more than a guess.
+def _callers(hosts: list[Host], meeting: Meeting, seat: Seat) -> list[Any]:
+    """The threads that a meeting waits for.
 
     Of a program, those that would still call it, else those of the rank that wait. Of evidence, whoever made the
     earlier calls of that group; where nobody did, any thread of the rank, but for those that ended while others may
     still come. A thread that ended is the one if its namesakes made the call on all other ranks.
     """
     channel = meeting.key[0]
-    guessed = False
     ended = [host for host in hosts if host.thread and host.standing is Standing.RAISED]
     names = {call.thread for _, call in meeting.arrived.values()} if ended else set()
     dead = [host for host in ended if {host.thread} == names]
@@ -155,9 +165,45 @@ def _callers(hosts: list[Host], meeting: Meeting, seat: Seat) -> tuple[list[Any]
         able += [host for host in dead if host not in able]
     else:
         coming = [host for host in hosts if host.standing not in (Standing.RAISED, Standing.BLOCKED)]
-        guessed = True
         able = dead or ([host for host in hosts if host not in ended] if coming else hosts)
-    return [("host", host.rank, host.thread) for host in able] or [("host", seat[0], "")], guessed
+    return _nodes(able, seat)
+
+
+def _may_call(hosts: list[Host], seat: Seat) -> list[Any]:
+    """The threads of a rank that are still there, of evidence: any of them may make a call that is missing."""
+    return _nodes([host for host in hosts if host.standing not in (Standing.RAISED, Standing.EXITED)] or hosts, seat)
+
+
+def _nodes(hosts: list[Host], seat: Seat) -> list[Any]:
+    return [("host", host.rank, host.thread) for host in hosts] or [("host", seat[0], "")]
+
+
+def across_threads(situation: Situation, verdict: Verdict, closed: Collection[int] = frozenset()) -> Verdict:
+    """A verdict on evidence, and what is left of it if it is a cycle that a thread outside of it may open.
+
+    Calls of different threads have no order between them: what one thread of a rank lacks, another one may be about to
+    call, though it never did so before. closed: see `wait_graph`.
+    """
+    if verdict.cls is not Class.CYCLE or all(host.ahead is not None for host in situation.hosts):
+        return verdict
+    graph = wait_graph(situation, strict=True, closed=closed)
+    core = stuck(graph, free=[node for node in graph if not graph.out_degree(node)])
+    if core:
+        return cycle(situation, graph, core)
+    involved = {rank for rank, _ in _lacking(situation)}
+    free = [
+        host
+        for host in situation.hosts
+        if host.rank in involved and host.standing not in (Standing.BLOCKED, Standing.RAISED, Standing.EXITED)
+    ]
+    who = " and ".join(dict.fromkeys(words.thread(host) for host in free[:3])) or "another thread"
+    return verdict.undecided(f"{who} may still make the call that is missing; else {words.ring(verdict.say)}")
+
+
+def _lacking(situation: Situation) -> list[Seat]:
+    """The seats that are empty of calls that somebody waits in."""
+    open_ = [m for m in situation.meetings.values() if any(not launch.done for launch, _ in m.arrived.values())]
+    return [seat for meeting in open_ for seat in meeting.seats if seat not in meeting.arrived]
 
 
 def stuck(graph: nx.DiGraph[Any], free: Collection[Any] = ()) -> set[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from verify.events import Confidence, Kind
@@ -48,6 +49,13 @@ DECIDE = (
     " py-spy dump), dumps of all ranks, or a record (turnstile.record.install) of the next run."
 )
 """What to do where the evidence does not suffice."""
+TAGS = "Send and receive with the same tag; where there are several, in the same order on both sides."
+"""What to do about a send and a recv whose tags differ."""
+CREATE = (
+    "Create the same groups on all ranks, in one order and with the same members each: every rank calls new_group,"
+    " members or not."
+)
+"""What to do about ranks that create different groups."""
 LAUNCHER = (
     "Look at why the launcher ended: its exit code, what its terminal shows, and the kernel's log (dmesg) for the OOM"
     " killer. Finished turns are kept: go on with --resume."
@@ -131,6 +139,17 @@ def failure(meeting: Meeting) -> str:
     for rank, call in failed.items():
         told.setdefault(f"{at(call)}: {call.failed[:200]}", []).append(rank)
     return "; ".join(f"it failed on {ranks(numbers)}{what}" for what, numbers in list(told.items())[:2])
+
+
+def thread(host: Host) -> str:
+    """`rank 1 (thread saver)`, `the main thread of rank 1`."""
+    return f"rank {host.rank} (thread {host.thread})" if host.thread else f"the main thread of rank {host.rank}"
+
+
+def ring(say: str) -> str:
+    """That ranks wait in a ring, as a clause, from the sentence that says so and how."""
+    found = re.search(r"[Rr]anks? [^:]*? (?:wait in a ring|waits for itself)", say)
+    return found[0][0].lower() + found[0][1:] if found is not None else "there is a ring of waits"
 
 
 def standing(host: Host) -> str:
@@ -224,16 +243,23 @@ def _hop(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, need
     if actor[0] == "queue":
         launch: Launch = mine["launch"]
         behind = f"{operation(meeting)} {_where(situation, launch, meeting)}"
-        return f"on rank {launch.rank} {_own(launch)} is queued behind {behind}, which needs {why}"
+        return f"on rank {launch.rank} {_own(launch)}{at(launch.event)} is queued behind {behind}, which needs {why}"
     host = mine["host"]
     name = f"rank {host.rank}" + (f" (thread {host.thread})" if host.thread else "")
     if meeting.from_anybody:
         return f"{name} waits in {operation(meeting)}{at(host.event)}, and {nobody_of(senders(graph, actor))} has sent"
     if host.event is not None and host.event.kind is Kind.WAIT:
-        return f"{name} waits on the host{at(host.event)} for {operation(meeting)}, which needs {why}"
+        made = "" if at(host.event) else _made(meeting, host.rank)
+        return f"{name} waits on the host{at(host.event)} for {operation(meeting)}{made}, which needs {why}"
     if host.waits and meeting not in host.waits[0].meetings:
         return f"{name} waits in {_own(host.waits[0])}{at(host.event)}, behind {operation(meeting)}, which needs {why}"
     return f"{name} waits in {operation(meeting)}{at(host.event)} for {why}"
+
+
+def _made(meeting: Meeting, rank: int) -> str:
+    """Where a rank has called an operation that its host waits for elsewhere, if that is known."""
+    calls = [call for seat, (_, call) in meeting.arrived.items() if seat[0] == rank and call.site is not None]
+    return f", called{at(calls[0])}" if calls else ""
 
 
 def senders(graph: nx.DiGraph[Any], host: Any) -> list[int]:

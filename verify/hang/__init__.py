@@ -66,6 +66,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
         raise UsageError("--html - and --json: standard output holds one of them: name a file for the page")
     # Loaded here, so that --help and mistakes in the arguments cost nothing.
     from verify.hang.diagnosis import diagnose_found
+    from verify.hang.processes import look_at
     from verify.hang.text import as_text
     from verify.readers.gather import gather, merge
 
@@ -74,7 +75,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
         from verify.attach import attach
 
         found.append(attach(pids))
-    diagnosis = diagnose_found(merge(found))
+    evidence = merge(found)
+    diagnosis = diagnose_found(evidence, look=look_at(paths, pids, evidence))
     if page is not None:
         from verify.html import diagnosis_page
 

@@ -38,7 +38,8 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     where = places(found.stacks)
     gone = sorted({event.rank for event in found.events if event.kind is Kind.EXIT and not event.thread})
     unseen = sorted(set(everybody) - set(where) - set(gone))
-    calling = {rank: place for rank, place in where.items() if place.at is At.COLLECTIVE and rank not in gone}
+    inside = (At.COLLECTIVE, At.CALL)
+    calling = {rank: place for rank, place in where.items() if place.at in inside and rank not in gone}
     if unseen or not calling:
         return None
     others = {rank: place for rank, place in where.items() if rank not in calling and rank not in gone}

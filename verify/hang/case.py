@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verify.blame import judge
+from verify.blame import Class, judge
 from verify.evidence import situation_of
+from verify.hang.restarts import kept_apart
 from verify.hang.stacks import places, recorded, standings
-from verify.waitgraph import stuck, wait_graph
+from verify.live.threads import See, nothing_seen
+from verify.matching import Standing
+from verify.waitgraph import across_threads, stuck, wait_graph
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from verify.blame import Verdict
     from verify.events import Event
     from verify.hang.stacks import Place
-    from verify.matching import Situation
+    from verify.matching import Host, Situation
     from verify.readers.found import Found
 
 
@@ -28,7 +31,7 @@ class Case:
 
     everybody: all ranks, sorted. where: the places of main threads. known: ranks whose own record says what they wait
     in, whatever their stack shows. situation, graph, core: where everybody stands, who waits for whom, and the nodes
-    that wait for each other. verdict: the one finding.
+    that wait for each other. verdict: the one finding. look: sees what the processes of ranks do now, if they are here.
     """
 
     found: Found
@@ -40,10 +43,12 @@ class Case:
     graph: nx.DiGraph[Any]
     core: frozenset[Any]
     verdict: Verdict
+    look: See = nothing_seen
 
     @classmethod
-    def of(cls, found: Found, quiet: bool) -> Case:
+    def of(cls, found: Found, quiet: bool, look: See = nothing_seen) -> Case:
         """As the wait-for graph alone judges."""
+        found = replace(found, events=kept_apart(found.events))
         where = places(found.stacks, found.lively)
         everybody = tuple(sorted({*found.expected, *found.present, *where}))
         known, where = recorded(found, where)
@@ -52,7 +57,11 @@ class Case:
         graph = wait_graph(situation)
         core = core_of(graph)
         verdict = judge(situation, graph, set(core))
-        return cls(found, quiet, everybody, where, known, situation, graph, core, verdict)
+        if verdict.cls is Class.CYCLE:
+            tied = {host.rank for host in situation.hosts if host.standing is Standing.BLOCKED}
+            closed = frozenset(rank for rank, now in look(tied).items() if now.closed)
+            verdict = across_threads(situation, verdict, closed)
+        return cls(found, quiet, everybody, where, known, situation, graph, core, verdict, look)
 
     def with_(self, events: Iterable[Event]) -> Case:
         """The same with these events after those of the evidence; the verdict is the old one."""
@@ -63,6 +72,10 @@ class Case:
         """The same in another situation; the verdict is the old one."""
         graph = wait_graph(situation)
         return replace(self, situation=situation, graph=graph, core=core_of(graph))
+
+    def hosts(self, standing: Standing) -> list[Host]:
+        """The host threads that stand so."""
+        return [host for host in self.situation.hosts if host.standing is standing]
 
     @property
     def absent(self) -> list[int]:

@@ -17,6 +17,7 @@ from verify.hang.case import Case
 from verify.hang.doubts import weighed
 from verify.hang.findings import FINDINGS
 from verify.hang.stacks import At
+from verify.live.threads import See, nothing_seen
 from verify.matching import NOBODY_KNOWS, Situation
 from verify.readers.found import ENDED, LOOK_AGAIN
 
@@ -68,9 +69,12 @@ class Diagnosis:
         }  # fmt: skip
 
 
-def diagnose_found(found: Found, quiet: bool = True) -> Diagnosis:
-    """The diagnosis of what was found. quiet: the job has not moved for longer than any operation takes."""
-    case = Case.of(found, quiet)
+def diagnose_found(found: Found, quiet: bool = True, look: See = nothing_seen) -> Diagnosis:
+    """The diagnosis of what was found. quiet: the job has not moved for longer than any operation takes.
+
+    look: sees what the processes of some ranks do now (`verify.live.threads`); asked only where that matters.
+    """
+    case = Case.of(found, quiet, look)
     for finding in FINDINGS:
         case = finding(case) or case
     verdict = _placed(weighed(case), case)
@@ -106,7 +110,7 @@ def _placed(verdict: Verdict, case: Case) -> Verdict:
     if verdict.cls is not Class.NONE:
         mine = [(rank, text) for rank, text in remarks if rank in verdict.ranks or text.startswith(ENDED)]
         mine.sort(key=lambda each: not each[1].startswith(ENDED))
-        said = tuple(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text))
+        said = tuple(dict.fromkeys(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text)))
         verdict = replace(verdict, chain=(*verdict.chain, *said[:6]))
     lines = [
         f"{f'the main thread of rank {rank}' if rank in threaded else f'rank {rank}'} stands at {where[rank].site}"

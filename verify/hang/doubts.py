@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from verify.hang.case import Case
-    from verify.matching import Host, Meeting
+    from verify.matching import Meeting
 
     Doubt = Callable[[Case], Verdict | None]
 
@@ -65,7 +66,7 @@ def its_dump_is_absent(case: Case) -> Verdict | None:
 
 def it_may_yet_come(case: Case) -> Verdict | None:
     """A rank that moved a moment ago."""
-    early = {host.rank for host in _hosts(case, Standing.UNKNOWN)} & case.found.lively
+    early = {host.rank for host in case.hosts(Standing.UNKNOWN)} & case.found.lively
     return _undecided(case.verdict, f"{words.ranks(early)} moved a moment ago and may yet come") if early else None
 
 
@@ -111,6 +112,22 @@ def not_every_wait_is_recorded(case: Case) -> Verdict | None:
     return replace(verdict, certainty=Certainty.UNDECIDED, condition="not every wait is recorded", say=say)
 
 
+def an_absent_member_may_keep_it(case: Case) -> Verdict | None:
+    """A member of which nothing is known may not have finished it either, and be what keeps the others."""
+    members = {
+        seat[0]
+        for meeting in case.situation.meetings.values()
+        if any(not launch.done and launch.rank in case.verdict.ranks for launch, _ in meeting.arrived.values())
+        for seat in meeting.seats
+    }
+    absent = members.intersection(case.absent)
+    if not absent or not case.verdict.ranks:
+        return None
+    has = "has" if len(absent) == 1 else "have"
+    why = f"{words.ranks(absent)}, of which there is {_nothing(case)}, {has} finished it"
+    return case.verdict.only_if(why)
+
+
 # -- nothing wrong: no all-clear where not everything was seen -------------------------------------------------------
 
 
@@ -123,7 +140,7 @@ def a_dump_is_absent(case: Case) -> Verdict | None:
 
 def a_wait_is_unknown(case: Case) -> Verdict | None:
     """A rank waits for something, or may."""
-    waiting = _hosts(case, Standing.UNKNOWN)
+    waiting = case.hosts(Standing.UNKNOWN)
     if not waiting:
         return None
     who = words.ranks(host.rank for host in waiting)
@@ -132,7 +149,7 @@ def a_wait_is_unknown(case: Case) -> Verdict | None:
 
 def a_rank_is_gone(case: Case) -> Verdict | None:
     """It left by an exception or was killed, and no call waits for it."""
-    lost = _hosts(case, Standing.RAISED)
+    lost = case.hosts(Standing.RAISED)
     return _open(case, f"no call is open that waits for {words.standing(lost[0])}") if lost else None
 
 
@@ -172,7 +189,7 @@ def calls_failed(case: Case) -> Verdict | None:
 
 DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
     Class.MISSING: (its_call_may_be_lost, its_dump_is_absent, it_may_yet_come),
-    Class.DEVICE_STALL: (it_may_go_on,),
+    Class.DEVICE_STALL: (it_may_go_on, an_absent_member_may_keep_it),
     Class.BELOW: (it_may_go_on, its_members_are_not_known, not_every_wait_is_recorded),
     Class.NONE: (
         a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
@@ -194,7 +211,7 @@ def nobody_waits(case: Case) -> Verdict | None:
         return None
     if any(node[0] == "host" and graph.in_degree(node) for node in graph):
         return None
-    host = _hosts(case, Standing.OUTSIDE)[0]
+    host = case.hosts(Standing.OUTSIDE)[0]
     what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
     verb = "is" if len(verdict.ranks) == 1 else "are"
     who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
@@ -233,7 +250,7 @@ def it_may_be_late(case: Case) -> Verdict | None:
     verdict = case.verdict
     if verdict.cls is not Class.MISSING or verdict.certainty is Certainty.UNDECIDED:
         return None
-    loose = {host.rank for host in _hosts(case, Standing.ELSEWHERE)} & case.found.idle
+    loose = {host.rank for host in case.hosts(Standing.ELSEWHERE)} & case.found.idle
     late = loose & set(verdict.ranks)
     if not late:
         return None
@@ -263,24 +280,22 @@ def it_is_of_different_moments(case: Case) -> Verdict | None:
 
 OF_ONE_MOMENT: Final = frozenset({Class.CYCLE, Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL, Class.BELOW})
 """Findings that rest on where all ranks stand at one moment."""
-JOINT: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-"""Operations that end nowhere before every member has come."""
 
 CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_is_of_different_moments,
+    stacks_contradict_it,
+    another_thread_may_call,
     nobody_waits,
     nobody_needs_it,
+    its_wait_may_end,
     it_may_be_late,
     it_may_be_through,
+    it_waits_for_itself,
 )
 """Each is asked, in this order, about what the ones before it left."""
 
 
 # -- what they share -------------------------------------------------------------------------------------------------
-
-
-def _hosts(case: Case, standing: Standing) -> list[Host]:
-    return [host for host in case.situation.hosts if host.standing is standing]
 
 
 def _nothing(case: Case) -> str:
@@ -314,8 +329,7 @@ def _ahead(case: Case, joint: bool = False) -> str:
     """
     found = case.found
     for meeting in case.situation.meetings.values():
-        calls = [call for launch, call in meeting.arrived.values() if launch.done]
-        if joint and (meeting.failures() or any(c.operation not in JOINT or c.medium == "gloo" for c in calls)):
+        if joint and (meeting.failures() or not meeting.ended_for_all):
             continue
         done = [seat[0] for seat, (launch, _) in meeting.arrived.items() if launch.done]
         lacking = [seat[0] for seat in meeting.seats if seat not in meeting.arrived]

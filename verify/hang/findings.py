@@ -15,9 +15,13 @@ from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, mismatch, needing, shortest_cycle
 from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
+from verify.hang.case import core_of
+from verify.hang.creation import groups_that_differ
+from verify.hang.moving import FROM_WITHIN
 from verify.hang.stacks import At, for_anybody, standings
 from verify.matching import Standing
 from verify.readers.found import AFTER
+from verify.waitgraph import across_threads, wait_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,6 +50,88 @@ def what_stacks_show(case: Case) -> Case | None:
         return ring
     odd = odd_one_out(case.found, case.everybody)
     return None if odd is None else replace(case, verdict=odd)
+
+
+def it_lost_another_one(case: Case) -> Case | None:
+    """A rank that stays away since a call with one that is gone has failed on it: the one that is gone comes first."""
+    verdict = case.verdict
+    if verdict.cls not in (Class.MISSING, Class.OUTSIDE) or not verdict.ranks:
+        return None
+    left = {host.rank: host for host in case.situation.hosts if host.standing is Standing.RAISED and not host.thread}
+    for meeting in case.situation.meetings.values():
+        failed = meeting.failures()
+        away = [rank for rank in verdict.ranks if rank in failed]
+        gone = [left[seat[0]] for seat in meeting.seats if seat[0] in left and seat[0] not in failed]
+        if not away or not gone:
+            continue
+        ranks = tuple(sorted({host.rank for host in gone}))
+        first = f"{words.operation(meeting)} failed on {words.ranks(away)}{words.at(failed[away[0]])}"
+        say = f"{first}, with {words.standings(gone)}. {verdict.say}"
+        found = Verdict(
+            Class.EXCEPTION, Certainty.CONDITIONAL, ranks=ranks, chain=(f"{first}: {failed[away[0]].failed[:120]}",
+            *verdict.chain), say=say[0].upper() + say[1:], fix=words.fix("exception", gone),
+            condition=f"that is why {words.ranks(away)} {'stays' if len(away) == 1 else 'stay'} away",
+        )  # fmt: skip
+        return replace(case, verdict=found)
+    return None
+
+
+def tags_that_differ(case: Case) -> Case | None:
+    """A send and a recv of one pair that wait for each other under two tags: they were to meet."""
+    verdict, graph = case.verdict, case.graph
+    if verdict.cls is not Class.CYCLE or verdict.certainty is Certainty.UNDECIDED or not case.core:
+        return None
+    ops = [graph.nodes[node]["meeting"] for node in shortest_cycle(graph.subgraph(case.core)) if node[0] == "op"]
+    channels = [meeting.key[0] for meeting in ops]
+    if len(ops) != 2 or channels[0] == channels[1] or {channel.kind for channel in channels} != {"pair"}:
+        return None
+    if channels[0].members != channels[1].members or len({each.name.partition(" tag ")[0] for each in channels}) > 1:
+        return None
+    seats = [next(iter(meeting.arrived.items())) for meeting in ops]
+    lines = tuple(
+        f"rank {seat[0]} {'sends' if seat[1] == 'send' else 'receives'} with tag"
+        f" {meeting.key[0].name.partition(' tag ')[2] or '0'}{words.at(call)}"
+        for meeting, (seat, (_, call)) in zip(ops, seats, strict=True)
+    )
+    sender, receiver = channels[0].members
+    say = f"A send of rank {sender} and a recv of rank {receiver} never meet, as their tags differ: {'; '.join(lines)}."
+    return replace(case, verdict=replace(verdict, cls=Class.MISMATCH, ranks=(), chain=lines, say=say, fix=words.TAGS))
+
+
+def threads_that_wait_for_each_other(case: Case) -> Case | None:
+    """A rank that seems to be elsewhere while threads of it wait in calls: either another one of its threads goes on by
+    itself, or all of them wait for those. Where that closes a ring and their processes show the latter, it is a cycle;
+    where they do not, it is not decided, and nobody is said to be missing.
+    """
+    verdict = case.verdict
+    if verdict.cls not in (Class.MISSING, Class.OUTSIDE) or not verdict.ranks:
+        return None
+    tied = frozenset(host.rank for host in case.hosts(Standing.BLOCKED) if not host.presumed)
+    if not tied.intersection(verdict.ranks) or any(_kept(case, rank) for rank in verdict.ranks):
+        return None
+    closed = frozenset(rank for rank, now in case.look(tied).items() if now.closed)
+    graph = wait_graph(case.situation, closed=tied)
+    core = core_of(graph)
+    found = judge(case.situation, graph, set(core))
+    if found.cls is not Class.CYCLE:
+        # Perhaps a rank that one of its threads waits for is the one that is missing.
+        graph = wait_graph(case.situation, closed=closed)
+        core = core_of(graph)
+        found = judge(case.situation, graph, set(core))
+        return replace(case, graph=graph, core=core, verdict=found) if closed.intersection(verdict.ranks) else None
+    found = across_threads(case.situation, found, closed)
+    if found.certainty is not Certainty.UNDECIDED:
+        line = f"every other thread of {words.ranks(tied)} waits for one of its own process, without a time limit"
+        found = replace(found, chain=(*found.chain, line))
+    return replace(case, graph=graph, core=core, verdict=found)
+
+
+def _kept(case: Case, rank: int) -> bool:
+    """Whether something outside of its process keeps the main thread of a rank, as its stack or its record shows. An
+    event loop waits for its own threads as well.
+    """
+    outside = [host for host in case.hosts(Standing.OUTSIDE) if host.rank == rank]
+    return bool(outside) and not (rank in case.where and FROM_WITHIN.search(case.where[rank].what))
 
 
 def orders_on_one_device(case: Case) -> Case | None:
@@ -138,10 +224,14 @@ def others_failed_after_it(case: Case) -> Case | None:
 
 
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
+    groups_that_differ,
     sizes_that_cannot_fit,
     others_failed_after_it,
     the_launcher_ended,
     any_sender_will_do,
+    it_lost_another_one,
+    threads_that_wait_for_each_other,
+    tags_that_differ,
     what_stacks_show,
     orders_on_one_device,
     equal_calls_from_other_lines,

@@ -24,6 +24,8 @@ class At(StrEnum):
     """Where a host thread stands."""
 
     COLLECTIVE = "collective"
+    CALL = "call"
+    """It waits for a call that it has made before, through its Work or its future."""
     DEVICE = "device"
     """It waits until its device is through."""
     STORE = "store"
@@ -46,8 +48,12 @@ class Place:
 
 
 LIBRARY: Final = re.compile(
-    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+|kernel/comm/tap)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$|(^|/)python3?(\.\d+)?$"
+    r"(^|/)(torch|site-packages|dist-packages|python3\.\d+|kernel/comm/tap)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$|"
+    r"(^|/)python3?(\.\d+)?$|^(asyncio|concurrent/futures|multiprocessing|importlib|http|urllib|logging|email)/|"
+    r"^(_pyio|_weakrefset|codecs|contextlib|copy|functools|io|os|pickle|queue|runpy|sched|selectors|shutil|signal|"
+    r"socket|socketserver|ssl|subprocess|tempfile|threading|traceback|typing|weakref)\.py$"
 )
+"""Files of the interpreter and of torch, also by the short names that `py-spy dump` prints (`threading.py`)."""
 STORE: Final = re.compile(r"(TCP|File|Hash|Prefix|UvTCP)?Store\w*::(wait|doWait|get|doGet)\b|^_store_based_barrier$")
 DEVICE: Final = re.compile(
     r"^_engine_run_backward$|^(cuda|hip|cu)(Device|Ctx|Stream|Event)Synchronize|^cudaMemcpy$|_local_scalar_dense|"
@@ -67,8 +73,14 @@ COLLECTIVE: Final = re.compile(
     r"monitored_barrier|send|recv|batch_isend_irecv|new_group|destroy_process_group|init_process_group)$"
 )
 WORK: Final = re.compile(r"c10d::(Work|ProcessGroup)\w*(::\w+)*::(wait|synchronize)|ncclGroupEnd|ncclCommInit|gloo::")
+TAP: Final = re.compile(r"(^|/)kernel/comm/tap/")
+"""Where the record wraps calls and waits for them: what is below is in C, and leaves no frame."""
+FUTURE_FILES: Final = re.compile(r"(^|/)torch/futures/")
+FUTURE: Final = re.compile(r"^(Future\.)?(wait|value|wait_all)$")
+"""Waiting for a future of a call of torch, as for its Work."""
 LINE: Final = (
     (At.STORE, re.compile(r"store\w*\.(wait|get|wait_for)\s*\(", re.IGNORECASE)),
+    (At.CALL, re.compile(r"\bget_future\(\).*\.(wait|value)\s*\(|\b(fut\w*|work\w*|handle\w*|req\w*)\.wait\s*\(")),
     (At.DEVICE, re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\s*\(")),
     (
         At.OUTSIDE,
@@ -149,11 +161,15 @@ def _place(rank: int, stack: Stack) -> Place:
             return Place(rank, At.STORE, name, site)
         if DEVICE.search(name) or (DEVICE_FILES.search(frame.file) and re.search(r"synchronize|wait", name)):
             return Place(rank, At.DEVICE, name, site)
+        if FUTURE_FILES.search(frame.file) and FUTURE.search(name):
+            return Place(rank, At.CALL, "a wait for a future", site)
         if WORK.search(name) or (waits_in_it and COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):
             return Place(rank, At.COLLECTIVE, name, site)
     waits = _kernel(stack)
     if inner and INTERNAL_FILES.search(inner[0].file):
         return Place(rank, At.COLLECTIVE, inner[0].function or str(inner[0]), site)
+    if inner and TAP.search(inner[0].file):
+        return Place(rank, At.CALL, "a wait for a call", site)
     if inner and inner[0].file != KERNEL:
         return Place(rank, At.OUTSIDE, waits or _function(inner), site)
     line = source_line(site)
@@ -165,6 +181,8 @@ def _place(rank: int, stack: Stack) -> Place:
     if at is At.OUTSIDE:
         called = CALL.search(line)
         return Place(rank, at, waits or (called[0] if called else site.function), site)
+    if at is At.CALL:
+        return Place(rank, at, "a wait for a call", site)
     return Place(rank, at, line if at is not At.UNCLEAR else site.function, site)
 
 
@@ -210,8 +228,9 @@ def standings(events: Iterable[Event], where: dict[int, Place]) -> list[Event]:
     A host at its device or in a collective waits for what it has open; at a store it is outside collectives.
     """
     found = []
+    open_ = {event.rank for event in events if event.calls and event.state is not State.COMPLETED}
     for place in where.values():
-        if place.at in (At.DEVICE, At.COLLECTIVE):
+        if place.at in (At.DEVICE, At.COLLECTIVE) or (place.at is At.CALL and place.rank in open_):
             found.append(Event(place.rank, Kind.WAIT, streams=("*",), site=place.site))
         elif place.at is At.STORE:
             found.append(Event(place.rank, Kind.EXTERNAL, "a wait for a key of the store", site=place.site))

@@ -7,6 +7,7 @@ marked.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
@@ -43,11 +44,25 @@ def as_text(diagnosis: Diagnosis) -> str:
     lines += [f"{'source' if n == 0 else '':<{INDENT}}{line}" for n, line in enumerate(_sources(diagnosis))]
     if found.fix:
         lines += _field("fix", found.fix, 2)
+    if terms := _terms("\n".join(lines)):
+        lines += _field("terms", terms, 2)
     room = max(1, LINES - len(lines))
     unknown = [line for n, each in enumerate(diagnosis.unknown) for line in _field("" if n else "unknown", each, 2)]
     if len(unknown) > room:
         unknown = [*unknown[: room - 1], f"{'':<{INDENT}}... and more: see --json"]
     return "\n".join([*lines, *unknown][:LINES])
+
+
+TERMS: Final = (
+    (re.compile(r"\b[DP]\.[A-Z]+\b"), "D.TP, P.EP, ...: groups of decode, of prefill (docs/debugging.md, section 2)"),
+    (re.compile(r"\brendezvous\b"), "rendezvous: all ranks meet before and after a forward"),
+    (re.compile(r"\breduce_scatterv\b"), "reduce_scatterv: reduce_scatter in parts of different sizes"),
+)
+"""What is no term of PyTorch, and is told where it is used."""
+
+
+def _terms(text: str) -> str:
+    return "; ".join(gloss for pattern, gloss in TERMS if pattern.search(text))
 
 
 def _head(diagnosis: Diagnosis) -> str:
@@ -159,7 +174,7 @@ def _cells(meeting: Meeting, dark: Collection[int]) -> dict[int, str]:
     cells = {}
     for rank, seats in mine.items():
         arrived = [meeting.arrived[seat] for seat in seats if seat in meeting.arrived]
-        if not arrived:
+        if not arrived or (rank in dark and all(launch.order < 0 for launch, _ in arrived)):
             cells[rank] = "no evidence" if rank in dark else "not called"
             continue
         state = "done" if all(launch.done for launch, _ in arrived) else "waits"

@@ -71,8 +71,9 @@ class Check:
         # What is certain needs a rank that stands, or one that has ended: a run that moves costs no graph.
         if not always and (self.diagnosis is not None or not still):
             return None
-        self.newest = diagnosis = diagnose_found(look.found, quiet=look.idle is not None and look.idle <= still)
-        self.ring = ring_of(diagnosis, look, still)
+        quiet = look.idle is not None and look.idle <= still
+        self.newest = diagnosis = diagnose_found(look.found, quiet, look.see)
+        self.ring = ring_of(diagnosis, look, still) if diagnosis.verdict.certainty is Certainty.CERTAIN else []
         if self.diagnosis is not None or not (self._fact(diagnosis, look, still) or self.ring):
             return None
         self.diagnosis = diagnosis

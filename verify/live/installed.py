@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify.live.idle import Idle
 from verify.live.process import GONE
+from verify.live.threads import moves
 from verify.readers.installed import of_rings
 from verify.readers.installed_ring import Ring
 
@@ -55,6 +56,17 @@ class LiveInstalled(Ring):
         if 0 in self.raised or (self.process is not None and self.process in GONE):
             return True
         return self.process is None and self.recording.closed_ns is not None
+
+    @property
+    def here(self) -> bool:
+        """Whether its process runs here, as far as can be seen."""
+        return self.process is not None and self.process not in GONE
+
+    @property
+    def hidden(self) -> bool:
+        """Whether threads of its process that the record may not know can go on by themselves, and make calls."""
+        now = moves(self.recording.pid) if self.here and self.recording.closed_ns is None else None
+        return now is not None and bool(now.others)
 
     @property
     def waiting(self) -> bool:

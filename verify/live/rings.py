@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.errors import UsageError
@@ -12,6 +13,7 @@ from verify import runs, words
 from verify.live.installed import LiveInstalled, of_live
 from verify.live.process import GONE, boot_id, writer_state
 from verify.live.ring import LiveRing
+from verify.live.threads import See, nothing_hidden, of_processes
 from verify.readers.installed import is_installed
 from verify.readers.record import CONSEQUENCE, of_rings, world_of
 
@@ -51,13 +53,15 @@ class Look:
     """All ranks, each read at some moment between the beginning and the end of the look.
 
     whole: something is known of all of them. idle: None, or the ranks that live, wait for nothing that is recorded and
-    will not go on by themselves, where all others wait or have ended (`verify.live.installed`).
+    will not go on by themselves, where all others wait or have ended (`verify.live.installed`). see: sees what the
+    processes of ranks do now; ranks of our own have no thread that their record does not show.
     """
 
     found: Found
     facts: dict[int, Facts]
     whole: bool = True
     idle: frozenset[int] | None = None
+    see: See = nothing_hidden
 
     @property
     def ended(self) -> bool:
@@ -73,6 +77,7 @@ class _Rank:
         self.ring: LiveRing | LiveInstalled | None = None
         self.step: Step | None = None
         self.number = -1
+        self.still = False
         self.process: str | None = None
         self.read_ns = 0
 
@@ -100,7 +105,9 @@ class _Rank:
             self.ring.process = self.process
             self.ring.look_idle()
         self.ring.forget(KEEP)
+        before = self.number
         self.number = max((e.number for e in recording.events if e.kind is not Kind.MARK), default=self.number)
+        self.still = self.number == before
         self.step = step
 
     def peek(self, boot: str) -> tuple[int, bool, bool]:
@@ -140,7 +147,8 @@ class _Rank:
             ended=ring.ended,
             failed=0 in ring.raised or (gone and not closed),
             gave_up=gave_up,
-            busy=ring.busy,
+            # Who moves is asked nothing: what it does is no business of a ring of waits.
+            busy=ring.busy or (self.still and ring.waiting and ring.hidden),
             process="" if closed and ring.ended else self.process,
         )
 
@@ -212,7 +220,8 @@ class Rings:
         if installed and len(installed) == len(self._ranks):
             found, gave_up, idle = of_live(installed, self.run.name)
             facts = {rank: one.facts(rank in gave_up) for rank, one in sorted(self._ranks.items())}
-            return Look(found, facts, idle=idle)
+            pids = {rank: ring.recording.pid for rank, ring in installed.items() if ring.here}
+            return Look(found, facts, idle=idle, see=partial(of_processes, pids))
         if installed:
             ours = sorted(self._ranks.keys() - installed.keys())
             raise UsageError(

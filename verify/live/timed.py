@@ -8,6 +8,9 @@ null, or a number of milliseconds that is not negative.
 from __future__ import annotations
 
 import platform
+import struct
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -57,3 +60,38 @@ def timed(task: Path, machine: str | None = None) -> bool | None:
     limit = int(arguments[which], 16)
     # Milliseconds are a signed 32-bit number, of which the kernel shows the whole register.
     return not limit & 0x80000000 if name.endswith("_ms") else limit != 0
+
+
+_REALTIME: Final = 256
+"""A flag of a futex: its limit is on the clock of the day."""
+
+
+def remaining(task: Path, machine: str | None = None) -> float | None:
+    """Seconds until the wait of a thread ends by the clock, at the latest; None where that is not told.
+
+    The moment at which it ends lies in the memory of the process, which is read as a file, if that is allowed. Of a
+    limit that counts from the beginning of the call, the whole is given: when it began is not known.
+    """
+    numbers = _NUMBERS.get(machine or platform.machine(), {})
+    with suppress(OSError, ValueError, IndexError, struct.error):
+        number, *arguments = (task / "syscall").read_text().split()
+        name = numbers.get(int(number), "")
+        values = [int(each, 16) for each in arguments[:6]]
+        if name.endswith("_ms"):
+            return (values[_LIMIT[name]] & 0xFFFFFFFF) / 1000
+        if name == "clock_nanosleep":
+            return _left(task, values[2], absolute=bool(values[1] & 1), realtime=values[0] == 0)
+        if name == "futex":
+            return _left(task, values[3], absolute=values[1] & 0x7F != 0, realtime=bool(values[1] & _REALTIME))
+        if name in ("nanosleep", "ppoll", "pselect6"):
+            return _left(task, values[max(_LIMIT[name], 0)], absolute=False, realtime=False)
+    return None
+
+
+def _left(task: Path, address: int, *, absolute: bool, realtime: bool) -> float:
+    """Seconds left of a time in the memory of a process."""
+    with open(task / "mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        seconds, nanoseconds = struct.unpack("=qq", memory.read(16))
+    value = float(seconds) + float(nanoseconds) / 1e9
+    return value - (time.time() if realtime else time.monotonic()) if absolute else value

@@ -197,7 +197,7 @@ def _once(view: View) -> int:
     from verify.top.screen import picture
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(picture(view.look()))
+    console.print(picture(view.look(), width=console.width))
     return 0
 
 
@@ -211,12 +211,13 @@ def _live(view: View, every_s: float) -> int:
     console = Console(highlight=False)
     frame = view.look()
     try:
-        with Live(picture(frame, console.height), console=console, screen=True, auto_refresh=False) as live:
+        first = picture(frame, console.height, console.width)
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
             while not frame.ended:
                 time.sleep(every_s)
                 frame = view.look()
-                live.update(picture(frame, console.height), refresh=True)
+                live.update(picture(frame, console.height, console.width), refresh=True)
     except KeyboardInterrupt:
         pass
-    console.print(picture(frame))
+    console.print(picture(frame, width=console.width))
     return 0

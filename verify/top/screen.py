@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
@@ -12,7 +13,7 @@ from verify import words
 from verify.top.frame import STANDING
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
 
     from verify.top.frame import Frame, Row
 
@@ -31,44 +32,61 @@ STYLES: Final = {
 """Colours underline what the words say; nothing is told by colour alone."""
 
 
-def picture(frame: Frame, height: int = 0) -> RenderableType:
-    """The frame. height: lines of the screen; 0 for as many as it takes."""
-    waits = _waits(frame)
-    room = max(3, height - 5 - len(waits)) if height else len(frame.rows)
+NARROW: Final = 130
+"""Columns of a terminal below which the columns that a stall is not told by are left out."""
+MINOR: Final = frozenset({
+    "in flight", "epoch", "boundary", "permit", "longest gap", "submitted", "calls left", "open", "decided last",
+})  # fmt: skip
+"""Columns that only a wide terminal has room for; the lines below the table say who stands and why."""
+
+
+def picture(frame: Frame, height: int = 0, width: int = 0) -> RenderableType:
+    """The frame. height, width: of the screen; 0 for as much as it takes. What is too long is wrapped, never cut."""
+    waits = [part for line in _waits(frame) for part in _wrapped(line, width)]
+    room = max(3, height - 6 - len(waits)) if height else len(frame.rows)
     rows = sorted(frame.rows, key=lambda row: (row.rank not in frame.stalled, row.rank))[:room]
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold", expand=False)
-    if frame.installed:
-        _columns_installed(table)
-    else:
-        _columns(table)
+    names = INSTALLED if frame.installed else OURS
+    shown = [name for name in names if not (0 < width < NARROW and name in MINOR)]
+    for name in shown:
+        _column(table, name, frame.installed)
     for row in sorted(rows, key=lambda row: row.rank):
-        table.add_row(*(_cells_installed(row) if frame.installed else _cells(row)))
+        cells = dict(zip(names, _cells_installed(row) if frame.installed else _cells(row), strict=True))
+        table.add_row(*(cells[name] for name in shown))
     parts: list[RenderableType] = [_head(frame), table]
     if len(rows) < len(frame.rows):
         parts.append(Text(f"and {len(frame.rows) - len(rows)} more ranks (--json has all)", "dim"))
     return Group(*parts, *waits)
 
 
-def _columns(table: Table) -> None:
-    for name in ("rank", "state", "round", "in flight", "epoch", "boundary", "permit"):
-        table.add_column(name, justify="right" if name not in ("state", "in flight") else "left", no_wrap=True)
-    table.add_column("last operation", overflow="ellipsis", no_wrap=True, min_width=24)
-    for name in ("age", "quiet for", "longest gap", "submitted", "calls left"):
-        table.add_column(name, justify="right", no_wrap=True)
+OURS: Final = (
+    "rank", "state", "round", "in flight", "epoch", "boundary", "permit", "last operation", "age", "quiet for",
+    "longest gap", "submitted", "calls left",
+)  # fmt: skip
+INSTALLED: Final = ("rank", "state", "last operation", "age", "quiet for", "open", "at", "decided last")
+LEFT: Final = frozenset({"state", "in flight", "last operation", "at", "decided last"})
 
 
-def _columns_installed(table: Table) -> None:
-    table.add_column("rank", justify="right", no_wrap=True, min_width=4)
-    table.add_column("state", no_wrap=True, min_width=8)
-    table.add_column("last operation", overflow="ellipsis", no_wrap=True, min_width=24)
-    for name in ("age", "quiet for", "open"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    for name in ("at", "decided last"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, min_width=10, max_width=44)
+def _column(table: Table, name: str, installed: bool) -> None:
+    justify: JustifyMethod = "left" if name in LEFT else "right"
+    if name == "last operation":
+        table.add_column(name, overflow="fold" if installed else "ellipsis", no_wrap=not installed, min_width=24)
+    elif name in ("at", "decided last"):
+        table.add_column(name, overflow="fold" if name == "at" else "ellipsis", no_wrap=name != "at", min_width=10)
+    else:
+        table.add_column(name, justify=justify, no_wrap=True, min_width=8 if name == "state" else len(name))
+
+
+def _wrapped(line: Text, width: int, most: int = 6) -> list[Text]:
+    """A line below the table as lines of a screen."""
+    if not width or not line.plain:
+        return [line]
+    parts = textwrap.wrap(line.plain, width, subsequent_indent="  ", max_lines=most, placeholder=" ...")
+    return [Text(part, line.style) for part in parts]
 
 
 def _head(frame: Frame) -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     text.append(frame.run, "bold")
     text.append(f"  {frame.about}  " if frame.about else "  ")
     counts: dict[str, int] = {}
@@ -126,21 +144,21 @@ def _waits(frame: Frame, most: int = 8) -> list[Text]:
     if frame.check is not None:
         verdict = frame.check.verdict
         text = f"live check: {verdict.cls} (certain): {verdict.say}"
-        found.append(Text(text, "bold red", no_wrap=True, overflow="ellipsis"))
+        found.append(Text(text, "bold red"))
     found += [Text(line, "bold yellow") for line in frame.hosts]
     if frame.missing:
         found.append(Text(f"no record of {words.ranks(frame.missing)}", "bold red"))
     for row in frame.rows:
         if row.exception:
             found.append(
-                Text(f"rank {row.rank} left by {row.exception}", "bold red", no_wrap=True, overflow="ellipsis")
+                Text(f"rank {row.rank} left by {row.exception}", "bold red")
             )
     if stopped := [row.rank for row in frame.rows if row.status == "stopped"]:
         verb = "is" if len(stopped) == 1 else "are"
         found.append(Text(f"{words.ranks(stopped)} {verb} stopped, by a signal or a debugger", "bold red"))
     for row in frame.rows:
         if row.installed and row.waits and row.status in STANDING:
-            found.append(Text(f"rank {row.rank} {row.waits}", no_wrap=True, overflow="ellipsis"))
+            found.append(Text(f"rank {row.rank} {row.waits}"))
     blockers = [row.rank for row in frame.rows if row.blocks]
     if blockers:
         verb = "keeps" if len(blockers) == 1 else "keep"

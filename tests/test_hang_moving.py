@@ -1,0 +1,270 @@
+"""What the movement of threads and the stacks of ranks leave of a finding; creations of groups; who died first."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kernel.record import Kind
+from tests.fr_dumps import Recorder, save
+from tests.installed_rings import Rank, pair
+from verify.blame import Certainty, Class
+from verify.events import Site
+from verify.hang.diagnosis import diagnose_found
+from verify.hang.stacks import At, places
+from verify.live.threads import Moves
+from verify.matching import Host
+from verify.readers import stacks
+from verify.readers.found import Found, Stack
+from verify.readers.gather import gather, merge
+from verify.readers.record import RecordReader
+
+if TYPE_CHECKING:
+    from verify.hang.diagnosis import Diagnosis
+
+MEGATRON = Path(__file__).parent / "data" / "fr" / "megatron16"
+COLLECTIVE = Site("/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce")
+LINE = Site("train.py", 7, "step")
+
+
+def told(out: Path, *threads: Stack, now: dict[int, Moves] | None = None) -> Diagnosis:
+    found = merge([RecordReader(5.0).read(out), Found("stacks", stacks=threads)])
+    return diagnose_found(found, look=lambda ranks: {r: now[r] for r in ranks if r in now} if now else {})
+
+
+def crossed(out: Path) -> list[Rank]:
+    """Kept by who calls: a ring that nobody has mapped is that of a process that is gone."""
+    ranks = [Rank(out, number) for number in (0, 1)]
+    for number, rank in enumerate(ranks):
+        one, other = rank.group("P", 0, 1), rank.group("D", 0, 1)
+        rank.over(rank.call(one), rank.call(other))
+        rank.wait(rank.call((one, other)[number]))
+    return ranks
+
+
+def main(rank: int, *frames: Site, awake: bool = False) -> Stack:
+    return Stack(rank, "MainThread", frames, awake=awake)
+
+
+# -- stacks that contradict a ring -----------------------------------------------------------------------------------
+
+
+def test_stacks_in_the_calls_leave_a_ring_as_it_is(tmp_path: Path) -> None:
+    ranks = crossed(tmp_path)
+    found = told(tmp_path, main(0, COLLECTIVE, LINE), main(1, COLLECTIVE, LINE)).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.CYCLE, Certainty.CERTAIN, (0, 1)), ranks
+
+
+@pytest.mark.parametrize("awake", [False, True])
+def test_a_rank_that_stands_elsewhere_by_its_stack_waits_in_no_ring(awake: bool, tmp_path: Path) -> None:
+    ranks = crossed(tmp_path)
+    elsewhere = Site("/lib/python3.11/site-packages/numpy/core.py", 1, "dot")
+    found = told(tmp_path, main(0, COLLECTIVE, LINE), main(1, elsewhere, Site("data.py", 3, "load"), awake=awake))
+    assert (found.code, found.verdict.ranks) == (3, ()), ranks
+    assert f"rank 1 {'runs' if awake else 'stands'} in dot at data.py:3 in load" in found.verdict.say
+    assert "ranks 0 and 1 wait in a ring" in found.verdict.say
+
+
+# -- waits that end by themselves ------------------------------------------------------------------------------------
+
+SLEEPS = Moves(main="the clock, in 29 s", locked=False)
+HELPED = Moves(others=("a thread that waits for the clock, in 9 s",))
+LOOPS = Moves(locked=False, polls=True, others=("a thread that runs",))
+
+
+@pytest.mark.parametrize(
+    ("what", "now", "cls", "certainty", "why"),
+    [
+        ("Popen.wait", Moves(main="a child process", locked=False), Class.OUTSIDE, Certainty.CONDITIONAL, "child"),
+        ("sleep", SLEEPS, Class.MISSING, Certainty.CONDITIONAL, "by the clock, in 29 s"),
+        ("sleep", None, Class.MISSING, Certainty.CONDITIONAL, "when its sleep ends"),
+        ("Event.wait", SLEEPS, Class.MISSING, Certainty.CONDITIONAL, "by the clock, in 29 s"),
+        ("Event.wait", HELPED, Class.MISSING, Certainty.CONDITIONAL, "it has a thread that waits for the clock"),
+        ("Event.wait", Moves(), Class.MISSING, Certainty.CERTAIN, ""),
+        ("EpollSelector.select", LOOPS, Class.OUTSIDE, Certainty.CONDITIONAL, "it has a thread that runs"),
+        ("FileIO.read", Moves(locked=False), Class.OUTSIDE, Certainty.CERTAIN, ""),
+        ("FileIO.read", HELPED._replace(locked=False), Class.OUTSIDE, Certainty.CERTAIN, ""),
+    ],
+)
+def test_a_wait_that_ends_by_itself_convicts_nobody(
+    what: str, now: Moves | None, cls: Class, certainty: Certainty, why: str, tmp_path: Path
+) -> None:
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    inner = Site("/lib/python3.11/site-packages/x.py", 1, what)
+    first.wait(first.call(one))
+    found = told(tmp_path, main(1, inner, LINE), now={} if now is None else {1: now}).verdict
+    assert (found.cls, found.certainty, found.ranks) == (cls, certainty, (1,))
+    assert why in found.condition
+
+
+# -- stacks as text --------------------------------------------------------------------------------------------------
+
+
+def test_short_names_of_the_interpreter_are_no_lines_of_the_program() -> None:
+    text = (
+        'Process 71: python train.py\nThread 71 (idle): "MainThread"\n    wait (threading.py:327)\n'
+        "    result (concurrent/futures/_base.py:451)\n    fetch (data.py:31)\n    <module> (train.py:9)\n"
+    )
+    found = places(stacks.from_lines(text.splitlines(), Path("rank1.txt"), 1))[1]
+    assert (found.at, found.what, str(found.site)) == (At.OUTSIDE, "wait", "data.py:31 in fetch")
+
+
+@pytest.mark.parametrize("file", ["/lib/python3.11/site-packages/torch/futures/__init__.py", "torch/futures/a.py"])
+def test_a_wait_for_a_future_is_one_for_its_call(file: str) -> None:
+    found = places([main(0, Site(file, 60, "wait"), LINE)])[0]
+    assert (found.at, found.site) == (At.CALL, LINE)
+
+
+def test_a_wait_below_the_wrapper_of_the_record_is_one_for_its_call() -> None:
+    wrapper = Site("/srv/kernel/comm/tap/groups.py", 240, "Groups._waits.<locals>.simple")
+    found = places([main(0, wrapper, LINE)])[0]
+    assert (found.at, found.site) == (At.CALL, LINE)
+
+
+def test_a_line_that_waits_for_a_future_is_seen_where_its_file_is_here(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("dist.all_reduce(x, async_op=True).get_future().wait()\n")
+    assert places([main(0, Site(str(program), 1, "step"))])[0].at is At.CALL
+
+
+# -- creations of groups ---------------------------------------------------------------------------------------------
+
+
+def creates(rank: Rank, made: bool, line: int, tag: str = "") -> None:
+    call = rank.call(rank.group("new groups", 0, 1, 2), "INIT", line=line, medium="host", tag=tag)
+    rank.wait(call)
+    if made:
+        rank.done(call)
+
+
+def test_a_group_with_other_members_on_some_ranks_is_a_mismatch(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    for number, rank in enumerate(ranks):
+        creates(rank, True, 10 if number == 1 else 20)
+        rank.wait(rank.call(rank.group("group 1", *((0, 1) if number == 1 else (0, 1, 2)))))
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CERTAIN, (1,))
+    assert "created at train.py:10 in step" in found.say
+    assert "created at train.py:20 in step" in found.say
+    assert "new_group" in found.fix
+
+
+def test_a_creation_that_ends_on_some_ranks_only_is_no_device_that_stalls(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    for number, rank in enumerate(ranks):
+        creates(rank, number != 1, 10 + number)
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CONDITIONAL, ())
+    assert "rank 1 waits in it at train.py:11" in found.say
+
+
+def test_creations_whose_members_are_recorded_name_the_odd_one(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    for number, rank in enumerate(ranks):
+        creates(rank, number != 1, 10 + number, tag="0,1,2" if number == 1 else "0,1")
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CERTAIN, (1,))
+    assert any("train.py:11" in line for line in found.chain)
+
+
+# -- who was first, and who is not there -----------------------------------------------------------------------------
+
+
+def test_who_left_comes_before_who_lost_it(tmp_path: Path) -> None:
+    """Rank 1 raises; rank 2 loses its recv from it and goes elsewhere; rank 0 waits for rank 2."""
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    world = [rank.group("world", 0, 1, 2) for rank in ranks]
+    lost = ranks[2].call(world[2], "recv", peer=1)
+    ranks[2].wait(lost)
+    ranks[2].done(lost, "RuntimeError: Connection closed by peer")
+    ranks[1].text(Kind.EXCEPTION, "ValueError: bad batch")
+    ranks[1].recorder.close()
+    ranks[0].wait(ranks[0].call(ranks[0].group("both", 0, 2)))
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.EXCEPTION, Certainty.CONDITIONAL, (1,))
+    assert "failed on rank 2 at train.py:7 in step, with rank 1, which left by ValueError: bad batch" in found.say
+    assert "that is why rank 2 stays away" in found.condition
+
+
+@pytest.mark.parametrize(("gone", "stalls"), [(12, 14), (14, 12)])
+def test_peers_that_finished_a_call_show_that_an_absent_member_made_it(gone: int, stalls: int, tmp_path: Path) -> None:
+    """The devices of ranks 12 and 14 stall. Without the dump of one, the other one is told still."""
+    job = tmp_path / "job"
+    shutil.copytree(MEGATRON / "gpu_error", job)
+    (job / f"_dump_{gone}").unlink()
+    found = diagnose_found(gather([job])).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.DEVICE_STALL, Certainty.CONDITIONAL, (stalls,))
+    assert f"rank {gone}, of which there is no dump" in found.condition
+
+
+def test_what_ended_on_one_member_was_called_by_one_that_left_no_dump(tmp_path: Path) -> None:
+    ranks = [Recorder(rank, {"0": ("default_pg", (0, 1, 2))}) for rank in (0, 1)]
+    ranks[0].call("0", state="completed")
+    ranks[1].call("0", state="scheduled")
+    found = diagnose_found(gather([save(tmp_path / "job", ranks)])).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.DEVICE_STALL, Certainty.CONDITIONAL, (1,))
+    assert "rank 2, of which there is no dump" in found.condition
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_second_init_in_one_process_begins_its_numbers_anew(lost: int, stuck: bool, tmp_path: Path) -> None:
+    """Five calls of 8 elements, then two of 64 in a group of the same name; lost: what rank 1's ring does not hold."""
+    ranks = [Recorder(rank, {"0": ("default_pg", (0, 1))}) for rank in (0, 1)]
+    for rank in ranks:
+        for size, calls in ((8, 5), (64, 2)):
+            rank.counts.clear()
+            for _ in range(calls):
+                rank.call("0", size=size)
+    ranks[1].entries = ranks[1].entries[lost:]
+    if stuck:
+        ranks[0].call("0", size=64, state="scheduled")
+    found = diagnose_found(gather([save(tmp_path / "job", ranks)])).verdict
+    if stuck:
+        assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+        assert "call 3 on default_pg (2)" in found.say
+    else:
+        assert found.cls is Class.NONE
+
+
+def test_lines_of_a_log_that_repeat_calls_of_a_dump_are_no_second_init(tmp_path: Path) -> None:
+    ranks = [Recorder(rank, {"0": ("default_pg", (0, 1))}) for rank in (0, 1)]
+    for rank in ranks:
+        rank.call("0")
+    ranks[0].call("0", state="scheduled")
+    ranks[0].call("0", state="scheduled")
+    job = save(tmp_path / "job", ranks)
+    (job / "watchdog.log").write_text(
+        "[rank0]:[E810 03:04:11.0 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation timeout:"
+        " WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600096 milliseconds"
+        " before timing out.\n[rank0]:[E810 03:04:11.1 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID 0(default_pg)"
+        " Rank 0]  failure detected by watchdog at work sequence id: 2 PG status: last enqueued work: 3, last completed"
+        " work: 1\n"
+    )
+    found = diagnose_found(gather([job])).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+    assert "call 2 on default_pg at" not in found.say
+    assert "(2)" not in found.say
+
+
+def test_ranks_without_a_dump_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work grows with the world, not with its square."""
+    compared = 0
+
+    def equal(one: Host, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return one is other
+
+    monkeypatch.setattr(Host, "__eq__", equal)
+    size = 400
+    rank = Recorder(0, {"0": ("default_pg", range(size))})
+    rank.call("0", state="scheduled")
+    found = diagnose_found(gather([save(tmp_path / "job", [rank])])).verdict
+    assert found.certainty is Certainty.UNDECIDED
+    assert compared < 10 * size

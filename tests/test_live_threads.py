@@ -1,0 +1,99 @@
+"""What may move in a process: real ones that wait, seen from outside as /proc shows them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.test_live_timed import REAL
+from verify.live.threads import Moves, moves, of_processes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = REAL
+START = "import threading, time, subprocess, select, os\nprint('here', flush=True)\n"
+
+
+@contextmanager
+def process(program: str) -> Iterator[int]:
+    """A Python that runs a few lines."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", START + program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"
+        yield child.pid
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)  # with what it has started
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def seen(pid: int, what: Callable[[Moves], bool]) -> Moves:
+    """What is seen of a process when it has come to where it waits."""
+    end = time.monotonic() + 60
+    while True:
+        now = moves(pid)
+        if now is not None and what(now):
+            return now
+        assert time.monotonic() < end, now
+        time.sleep(0.05)
+
+
+HELPER = "threading.Thread(target={}, daemon=True).start()\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "closed"),
+    [
+        ("threading.Event().wait()", True),
+        (HELPER.format("threading.Event().wait") + "threading.Event().wait()", True),
+        (HELPER.format("lambda: time.sleep(900)") + "threading.Event().wait()", False),
+        (HELPER.format("lambda: threading.Event().wait(900)") + "threading.Event().wait()", False),
+        (HELPER.format("lambda: os.read(os.pipe()[0], 1)") + "threading.Event().wait()", False),
+        ("subprocess.Popen(['sleep', '900'])\nthreading.Event().wait()", False),
+    ],
+)
+def test_a_process_is_closed_where_every_thread_waits_for_another(program: str, closed: bool) -> None:
+    with process(program) as pid:
+        now = seen(pid, lambda now: now.locked and not now.main and bool(now.others) is not closed)
+        assert now.closed is closed
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["time.sleep(900)", "threading.Event().wait(900)", "select.select([os.pipe()[0]], [], [], 900)",
+     "import queue; queue.Queue().get(timeout=900)"],
+)  # fmt: skip
+def test_a_main_thread_that_waits_for_the_clock_says_how_long(wait: str) -> None:
+    with process(wait) as pid:
+        now = seen(pid, lambda now: now.main.startswith("the clock"))
+        words = now.main.split()
+        if words[-1] != "clock":  # its memory may be read
+            assert 800 < float(words[-2]) <= 900
+        assert not now.closed
+
+
+def test_a_main_thread_that_waits_for_a_child_or_a_file() -> None:
+    with process("subprocess.run(['sleep', '900'])") as pid:
+        assert seen(pid, lambda now: bool(now.main)).main == "a child process"
+    with process("os.read(os.pipe()[0], 1)") as pid:
+        now = seen(pid, lambda now: not now.locked)
+        assert (now.main, now.closed) == ("", False)
+
+
+def test_a_process_that_is_gone_tells_nothing() -> None:
+    with process("time.sleep(900)") as pid:
+        assert list(of_processes({0: pid}, [0, 1])) == [0]
+    assert moves(pid) is None
+    assert of_processes({0: pid}, [0]) == {}

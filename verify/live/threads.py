@@ -1,0 +1,118 @@
+"""Which threads of a process may go on by themselves, as /proc shows them at one moment.
+
+A thread that waits in a futex without a time limit goes on only if another thread of its process lets it. If all of
+them do so, but for those that wait in calls of other ranks (and the threads of torch, its backends and the record,
+which do nothing else), then nothing happens in the process before one of these calls ends: it is closed. A thread that
+runs, waits for the clock, or for a file, a socket or a child process, may do anything next: the call, too, for which
+other ranks wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from verify.live.idle import INPUT, OURS
+from verify.live.timed import remaining, timed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+AUTOGRAD: Final = "pt_autograd"
+"""How the names of the threads of torch begin that run code of the program."""
+
+
+POLLS: Final = ("poll", "select")
+"""What the name of the kernel's function has in which a thread waits for any of several files."""
+
+
+class Moves(NamedTuple):
+    """What may move in a process. main: by what the wait of its main thread ends by itself, "" if it does not, or is
+    in a call. locked: whether that waits for another thread of the process. polls: whether it waits for any of several
+    files, which another thread may write to, as an event loop does. others: what other threads do that may go on by
+    themselves, a text each.
+    """
+
+    main: str = ""
+    locked: bool = True
+    others: tuple[str, ...] = ()
+    polls: bool = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing happens in it before a call of other ranks ends."""
+        return self.locked and not self.main and not self.others
+
+
+See = Callable[[Collection[int]], "Mapping[int, Moves]"]
+"""Asked for the processes of some ranks, it gives what it can see of them."""
+
+
+def nothing_seen(_: Collection[int]) -> Mapping[int, Moves]:
+    """The processes are not here."""
+    return {}
+
+
+def nothing_hidden(ranks: Collection[int]) -> Mapping[int, Moves]:
+    """Their records show all threads that make calls, and what each waits in."""
+    return dict.fromkeys(ranks, Moves(locked=False))
+
+
+def of_processes(pids: Mapping[int, int], ranks: Collection[int]) -> Mapping[int, Moves]:
+    """Of those of `ranks` whose processes run here. pids: by rank."""
+    seen = {rank: moves(pids[rank]) for rank in ranks if rank in pids}
+    return {rank: now for rank, now in seen.items() if now is not None}
+
+
+def moves(pid: int) -> Moves | None:
+    """What may move in a process of this host; None where the system does not tell, or it is gone."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        each = {int(task.name): _moves(task) for task in tasks.iterdir()}
+        child = any((task / "children").read_text().strip() for task in tasks.iterdir())
+        where = _function(tasks / str(pid))
+    except (OSError, ValueError):
+        return None
+    if any(what is None for what in each.values()):
+        return None
+    others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
+    others = (*others, *["a child process that works for it"] * child)
+    return Moves(_ends(tasks / str(pid)), where.startswith("futex"), others, any(word in where for word in POLLS))
+
+
+def _ends(task: Path) -> str:
+    """By what a wait of the main thread ends, if it may end without another rank or a file."""
+    if not timed(task):
+        # What a file or a socket gives is not up to the job, and neither is it sure to come.
+        return "a child process" if _function(task) in ("do_wait", "kernel_wait4", "do_wait4") else ""
+    return _clock(task)
+
+
+def _clock(task: Path) -> str:
+    left = remaining(task)
+    return "the clock" if left is None else f"the clock, in {max(left, 0.0):.0f} s"
+
+
+def _moves(task: Path) -> str | None:
+    """What a thread does that may go on by itself, "" where it cannot; None where that is not told."""
+    try:
+        name = (task / "comm").read_text(errors="replace").strip()
+        state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        where, limited = _function(task), timed(task)
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return ""
+    if name.startswith(OURS) and not name.startswith(AUTOGRAD):
+        return ""
+    if state != "S":
+        return "a thread that runs" if state == "R" else "a thread that waits for a disk" if state == "D" else ""
+    if limited is None:
+        return None
+    if limited:
+        return f"a thread that waits for {_clock(task)}"
+    waits = not where.startswith("futex") and (not where or any(word in where for word in INPUT))
+    return f"a thread that waits for a file or a socket ({where})" if waits else ""
+
+
+def _function(task: Path) -> str:
+    return (task / "wchan").read_text(errors="replace").strip()
