@@ -252,7 +252,7 @@ MUTANTS: list[tuple[type, str, str, str, str, str]] = [
     (REPLICA, "begin", "turn.slot = self._slots.pop()", "turn.slot = self._slots[-1]", "lease", "slot"),
     (REPLICA, "abort", "elif was is State.RUNNING:", "else:\n        self._retire(turn)\n    if was is State.RUNNING:",
      "lease", "its prefill is in flight"),
-    (REPLICA, "ready", "if len(t.tokens) + t.flying < t.request.params.max_tokens", "", "lag", "beyond its"),
+    (REPLICA, "ready", "if len(t.tokens) + t.flying < t.longest", "", "lag", "beyond its"),
     (REPLICA, "_commit", "self._running.remove(turn)", "pass", "lag", "which is finished"),
     (REPLICA, "launch", "turn.written += 1", "turn.written += 9", "lease", "past its blocks"),
     (TURNSTILE, "release", "start + span", "start + span + 1", "permit", "granted"),

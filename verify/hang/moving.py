@@ -32,7 +32,8 @@ SLEEP: Final = re.compile(r"(^|\.|a )(time_)?sleep$")
 
 def another_thread_may_call(case: Case) -> Verdict | None:
     """A ring of waits, where a rank has threads that the evidence does not show: a thread that has made no call yet is
-    in no record and in no dump. What their processes do now may tell; else it counts who used that group before.
+    in no record and in no dump. Whoever made the earlier calls of a group is expected to make the next one; of a group
+    that is used for the first time, what the processes do now may tell.
     """
     verdict, graph = case.verdict, case.graph
     if verdict.cls is not Class.CYCLE or verdict.certainty is Certainty.UNDECIDED or not case.core:
@@ -40,8 +41,10 @@ def another_thread_may_call(case: Case) -> Verdict | None:
     nodes = shortest_cycle(graph.subgraph(case.core))
     lacking = {(actor[1], op[1][0]) for op, actor in pairwise([*nodes, *nodes[:1]]) if op[0] == "op"}
     lacking = {(rank, channel) for rank, channel in lacking if not channel.name.startswith("?")}
+    stuck = case.hosts(Standing.BLOCKED)
+    lacking -= {(host.rank, channel) for host in stuck for channel in host.made}
     seen = case.look({rank for rank, _ in lacking})
-    blocked = {host.rank for host in case.situation.hosts if host.standing is Standing.BLOCKED and not host.thread}
+    blocked = {host.rank for host in stuck if not host.thread}
     for rank, now in sorted(seen.items()):
         if now.others or (now.main and rank not in blocked):
             what = now.others[0] if now.others else f"its main thread, which waits for {now.main}"
@@ -49,7 +52,7 @@ def another_thread_may_call(case: Case) -> Verdict | None:
             return verdict.undecided(f"rank {rank} has {what}, and that may make the call that is missing; {ring}")
     made = {(host.rank, channel) for host in case.situation.hosts for channel in host.made}
     unseen = sorted({rank for rank, channel in lacking - made if rank not in seen})
-    if not unseen or any(host.presumed for host in case.hosts(Standing.BLOCKED) if host.rank in unseen):
+    if not unseen or any(host.presumed for host in stuck if host.rank in unseen):
         return None
     return verdict.only_if(f"no thread of {words.ranks(unseen)} that made no call so far makes the one that is missing")
 
