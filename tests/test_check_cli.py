@@ -255,7 +255,7 @@ def test_a_launch_queue_that_is_too_short_is_kept_in_the_token(check: Check, tmp
         ("pass", "x = (", r"mine\.py:2: SyntaxError"),
         ("pass", "import nowhere_at_all", r"mine\.py:2: ModuleNotFoundError"),
         ("pass", "raise SystemExit(0)", r"mine\.py:2: SystemExit"),
-        ("pass", "import os\nos._exit(0)", r"mine\.py:3: SystemExit: a policy must not call os\._exit\(0\) while it is imported"),
+        ("pass", "import os\nos._exit(0)", r"mine\.py:3: SystemExit: a policy must not call os\._exit\(0\) while"),
         ("def __init__(self, limits):\n    import os\n    os._exit(3)", "", r"imported or made, exit code 3"),
         ("def __init__(self, limits):\n    self.x = 1 / 0", "", r"mine\.py:5: ZeroDivisionError"),
         ("guarantees = None", "", r"has no guarantees"),

@@ -25,6 +25,7 @@ from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
+from verify.readers.killed import came_after
 from verify.readers.lines import brief
 from verify.readers.record import alive
 
@@ -90,6 +91,9 @@ def of_rings(
         ranks[rank] = _Rank(ring, _age(ring, runs), runs)
     for each in ranks.values():
         _leave(each)
+    for rank in came_after(ranks, everybody):
+        ranks[rank].left = None
+        ranks[rank].unknown[-1] += ", after the job had stopped: what it stood in counts"
     events: list[Event] = []
     remarks: list[tuple[int, str]] = []
     unknown: list[str] = []
