@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.test_live_timed import REAL
+from verify.live.idle import sample
 from verify.live.threads import Moves, moves, of_processes
 
 if TYPE_CHECKING:
@@ -97,3 +98,25 @@ def test_a_process_that_is_gone_tells_nothing() -> None:
         assert list(of_processes({0: pid}, [0, 1])) == [0]
     assert moves(pid) is None
     assert of_processes({0: pid}, [0]) == {}
+
+
+
+@pytest.mark.parametrize(
+    ("program", "ends"),
+    [
+        ("import multiprocessing; multiprocessing.Event().wait()", "another process"),
+        (
+            "import signal; signal.signal(signal.SIGALRM, print); signal.setitimer(signal.ITIMER_REAL, 600);"
+            " threading.Event().wait()",
+            "the signal of a clock that it catches",
+        ),
+    ],
+    ids=["event of several processes", "signal"],
+)
+def test_what_another_process_or_a_signal_ends(program: str, ends: str) -> None:
+    """Such a wait is none for a thread of its own: the process is neither closed nor idle for good."""
+    with process(program) as pid:
+        assert not seen(pid, lambda now: now.main == ends).closed
+        found = sample(pid)
+        assert found is not None
+        assert not found.still

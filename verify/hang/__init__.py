@@ -70,7 +70,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     from verify.hang.text import as_text
     from verify.readers.gather import gather, merge
 
-    found = [gather(paths)] if paths else []
+    found = [gather(paths, beside=bool(pids))] if paths else []
     if pids:
         from verify.attach import attach
 

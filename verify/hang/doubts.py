@@ -144,7 +144,8 @@ def a_wait_is_unknown(case: Case) -> Verdict | None:
     if not waiting:
         return None
     who = words.ranks(host.rank for host in waiting)
-    return case.verdict.undecided(f"what {who} waits for is not in the evidence{words.at(waiting[0].event)}")
+    plural = "" if len(waiting) > 1 else "s"
+    return case.verdict.undecided(f"what {who} wait{plural} for is not in the evidence{words.at(waiting[0].event)}")
 
 
 def a_rank_is_gone(case: Case) -> Verdict | None:

@@ -4,7 +4,7 @@ A rank that makes no call may be at work, or wait for work: for data from a disk
 program writes, for a request. None of that is a fault. It is idle, and stays so, if for `patience_s`
 
 - its main thread has not run once (the kernel counts how often it was switched to) and waits for another thread of the
-  process, in a futex without a timeout that would have woken it;
+  process, in a futex of its own without a timeout that would have woken it, nor has it a handler for a clock's signal;
 - no other thread of it could be waiting for something from outside, or for the clock: one that sleeps may be what the
   main thread waits for. Threads of torch, its backends and this record wait so for ever, look at what other ranks do,
   and are known by their names (a thread of Python that the program started is not among them). None waits for a disk;
@@ -21,12 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from verify.live.timed import timed
+from verify.live.timed import alarmed, shared, timed
 
 BUSY: Final = 0.05
 """Share of one processor that a process with a few threads that only tick may use."""
 INPUT: Final = (
-    "poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait",
+    "poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait", "fifo",
+    "partner", "open",
 )  # fmt: skip
 """What the name of the kernel's function has in which a thread waits for something from outside of its process."""
 OURS: Final = ("pt_", "gloo", "c10", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
@@ -53,7 +54,7 @@ def sample(pid: int) -> Sample | None:
         ticks = int(fields[11]) + int(fields[12])
         lines = (tasks / str(pid) / "status").read_text(errors="replace").splitlines()
         switches = sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
-        still = _locked(tasks / str(pid)) and not _children(tasks)
+        still = _locked(tasks / str(pid)) and not _children(tasks) and not alarmed(tasks.parent)
         for task in tasks.iterdir():
             if not still:
                 break
@@ -73,7 +74,7 @@ def _locked(task: Path) -> bool:
     """Whether a thread waits for another one of its process, for however long that takes."""
     if not _waits(task).startswith("futex"):
         return False
-    return timed(task) is False
+    return timed(task) is False and not shared(task)
 
 
 def _children(tasks: Path) -> bool:
@@ -91,7 +92,7 @@ def _harmless(task: Path) -> bool:
         return True
     if state == "R" or name.startswith(OURS):  # what runs uses processor time, which is counted
         return state in "SR"
-    if state != "S" or limited is not False:
+    if state != "S" or limited is not False or shared(task):
         return False
     return where.startswith("futex") or (bool(where) and not any(word in where for word in INPUT))
 

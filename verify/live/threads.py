@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify.live.idle import INPUT, OURS
-from verify.live.timed import remaining, timed
+from verify.live.timed import alarmed, remaining, shared, timed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,19 +71,24 @@ def moves(pid: int) -> Moves | None:
     try:
         each = {int(task.name): _moves(task) for task in tasks.iterdir()}
         child = any((task / "children").read_text().strip() for task in tasks.iterdir())
-        where = _function(tasks / str(pid))
+        where, lent = _function(tasks / str(pid)), shared(tasks / str(pid))
     except (OSError, ValueError):
         return None
     if any(what is None for what in each.values()):
         return None
     others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
     others = (*others, *["a child process that works for it"] * child)
-    return Moves(_ends(tasks / str(pid)), where.startswith("futex"), others, any(word in where for word in POLLS))
+    locked = where.startswith("futex") and not lent
+    return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS))
 
 
 def _ends(task: Path) -> str:
     """By what a wait of the main thread ends, if it may end without another rank or a file."""
+    if shared(task):
+        return "another process"
     if not timed(task):
+        if alarmed(task):
+            return "the signal of a clock that it catches"
         # What a file or a socket gives is not up to the job, and neither is it sure to come.
         return "a child process" if _function(task) in ("do_wait", "kernel_wait4", "do_wait4") else ""
     return _clock(task)
@@ -110,6 +115,8 @@ def _moves(task: Path) -> str | None:
         return None
     if limited:
         return f"a thread that waits for {_clock(task)}"
+    if shared(task):
+        return "a thread that waits for another process"
     waits = not where.startswith("futex") and (not where or any(word in where for word in INPUT))
     return f"a thread that waits for a file or a socket ({where})" if waits else ""
 

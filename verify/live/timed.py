@@ -62,6 +62,36 @@ def timed(task: Path, machine: str | None = None) -> bool | None:
     return not limit & 0x80000000 if name.endswith("_ms") else limit != 0
 
 
+PRIVATE: Final = 128
+"""A flag of a futex: only threads of the same process wait for it, or let it go."""
+_TIMERS: Final = (14, 26, 27)
+"""Signals that clocks send (SIGALRM, SIGVTALRM, SIGPROF)."""
+
+
+def shared(task: Path, machine: str | None = None) -> bool:
+    """Whether a thread waits in a futex that lies in memory of several processes, so that another one may let it go:
+    the locks, events and queues of `multiprocessing`. False where that is not told.
+    """
+    numbers = _NUMBERS.get(machine or platform.machine(), {})
+    with suppress(OSError, ValueError, IndexError):
+        number, *arguments = (task / "syscall").read_text().split()
+        return numbers.get(int(number)) == "futex" and not int(arguments[1], 16) & PRIVATE
+    return False
+
+
+def alarmed(process: Path) -> bool:
+    """Whether a process (a folder of /proc) has a handler for a signal of a clock, which may do anything when it comes.
+
+    False where that is not told.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        for line in (process / "status").read_text(errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                caught = int(line.split()[1], 16)
+                return any(caught >> (number - 1) & 1 for number in _TIMERS)
+    return False
+
+
 _REALTIME: Final = 256
 """A flag of a futex: its limit is on the clock of the day."""
 

@@ -38,25 +38,41 @@ def readers() -> list[Reader]:
     return [import_module(name).READER for name in names if find_spec(name) is not None]
 
 
-def gather(paths: Sequence[str | Path]) -> Found:
-    """Everything that the files and folders tell. Raises UsageError, one line, for what is unusable."""
-    return _gather(paths, readers())
+class NoEvidence(UsageError):
+    """A folder holds none: logs of a job that hangs are empty, dumps not written yet."""
 
 
-def _gather(paths: Sequence[str | Path], known: Sequence[Reader]) -> Found:
+def gather(paths: Sequence[str | Path], beside: bool = False) -> Found:
+    """Everything that the files and folders tell. Raises UsageError, one line, for what is unusable.
+
+    beside: there is other evidence, so that folders without any are only said not to be used.
+    """
+    return _gather(paths, readers(), beside)
+
+
+def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool = False) -> Found:
     chosen: Chosen = {}
     ignored: list[str] = []
     damaged: list[str] = []
     silent: list[Path] = []
     inside: set[Path] = set()
+    bare: list[NoEvidence] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside |= _folder(path, known, chosen, silent, damaged)
+            odd: list[Path] = []
+            try:
+                inside |= _folder(path, known, chosen, odd, damaged)
+                silent += odd
+            except NoEvidence as error:
+                bare.append(error)
         elif mine := _readers(path, known):
             for reader in mine:
                 _take(chosen, reader, path)
         else:
             silent.append(path)
+    if bare and not chosen and not beside:
+        raise bare[0]
+    damaged += map(str, bare)
     _companions(chosen, silent, inside, ignored)
     found: list[Found] = []
     refused: list[UsageError] = []
@@ -129,7 +145,7 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[
         if runs_ := [each for each in folders if has_rings(each)]:
             raise UsageError(f"{folder}: {several(runs_)}")
         below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
-        raise UsageError(f"{folder}: holds no evidence that is known here: {below}")
+        raise NoEvidence(f"{folder}: holds no evidence that is known here: {below}")
     return {*files}
 
 
