@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kernel.record import Recording
+
+WRITERS: Final = "`turnstile rollout` or `turnstile.record.install`"
+"""Of run directories."""
 
 
 def has_rings(folder: Path) -> bool:
@@ -35,7 +38,7 @@ def find(path: str, *, newest: bool = False) -> Path:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UsageError(f"run {path!r}: no such directory: give one that `turnstile rollout` wrote")
+        raise UsageError(f"run {path!r}: no such directory: give one that {WRITERS} writes to")
     if has_rings(folder):
         return folder
     try:
@@ -43,7 +46,9 @@ def find(path: str, *, newest: bool = False) -> Path:
     except OSError as error:
         raise UsageError(f"run {path!r}: {error.strerror}: give a directory that can be read") from None
     if not inside:
-        raise UsageError(f"run {path!r}: no rank<k>.ring in it: give a directory that `turnstile rollout` wrote")
+        raise UsageError(
+            f"run {path!r}: no rank<k>.ring in it: its ranks have not begun yet, or it is none that {WRITERS} writes to"
+        )
     if len(inside) > 1 and not newest:
         raise UsageError(f"run {path!r}: {several(inside)}")
     return max(inside, key=lambda each: max(ring.stat().st_ctime for ring in rings(each)))
