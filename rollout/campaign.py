@@ -111,6 +111,8 @@ def prepare(options: Options, source: Trace) -> Campaign:
     _fits(options, config, trajectories)
     if options.device.device == "cuda":
         gpus.check_host(options.world.size)
+    if options.device.compiled:  # before there is a loop, under which Ctrl-C would wait for the compiler
+        options.device.check_installed()
     out = report_files.directory(options.out, resume=options.resume)
     held = report_files.hold(out, resume=options.resume)
     try:
