@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kernel import files
 from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
@@ -119,6 +122,59 @@ def test_a_wait_without_end_in_a_trace(wait: float, tmp_path: Path) -> None:
     lines[1]["wait_ms"] = 7 * 86_400_000
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert trace.read(file).trajectories
+
+
+@pytest.mark.parametrize("named", ["/dev/zero", "/dev/full", "."])
+def test_a_trace_that_is_no_file(named: str) -> None:
+    with pytest.raises(UsageError, match=f"--trace {named}: not a regular file or a pipe; give a JSONL file or"):
+        trace.read(named)
+
+
+def test_a_pipe_is_a_trace_unless_nobody_writes_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIPE_S", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"pipe: a pipe that nobody wrote to for 0\.1 s"):
+        trace.read(tmp_path / "pipe")
+    monkeypatch.setattr(files, "PIPE_S", 60)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(trace.read, tmp_path / "pipe")
+        (tmp_path / "pipe").write_text("\n".join(_two_turns()))
+        assert len(reading.result().trajectories[0].turns) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_without_end_and_a_line_without_end(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "LARGEST", 2 << 20)
+    monkeypatch.setattr(trace, "LONGEST_LINE", 1 << 20)
+    file = tmp_path / "t.jsonl"
+    for size, says in ((3 << 20, "than 2 MiB"), ((1 << 20) + 1, r":2: a line of more than 1 MiB")):
+        data = b"\n" + b"x" * size
+        file.write_bytes(gzip.compress(data) if packed else data)
+        with pytest.raises(UsageError, match=says):
+            trace.read(file)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_checkpoint(name: str, tmp_path: Path) -> None:
+    from models.checkpoint import Checkpoint
+    from models.tiny import write_checkpoint
+    from rollout import fingerprint
+
+    model = write_checkpoint(tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    calls = [read_config, fingerprint.of] if name == "config.json" else [Checkpoint, fingerprint.of]
+    for call in calls[: 1 if name.endswith("index.json") else 2]:
+        with pytest.raises(UsageError, match=f"{name}: not a regular file; "):
+            call(model)
+
+
+def test_a_pipe_as_a_policy(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.py")
+    with pytest.raises(UsageError, match=r"mine\.py: not a regular file"):
+        registry.load(f"{tmp_path / 'mine.py'}:Mine")
 
 
 def _two_turns() -> list[str]:
