@@ -18,7 +18,7 @@ from kernel import files
 from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
-from rollout import report_files, trace
+from rollout import faults, host_memory, report_files, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,6 +175,56 @@ def test_a_pipe_as_a_policy(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mine.py")
     with pytest.raises(UsageError, match=r"mine\.py: not a regular file"):
         registry.load(f"{tmp_path / 'mine.py'}:Mine")
+
+
+@pytest.mark.parametrize("tokens", [999_999_999_999, 99_999_999_999_999_999_999])
+def test_a_pool_larger_than_memory_is_refused_before_ranks_start(tokens: int, tmp_path: Path) -> None:
+    code, out, err = turnstile("rollout", "--kv-tokens", tokens, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"turnstile: --kv-tokens {tokens} takes ")
+    assert "GiB can be had: at most " in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_pool_may_have(tmp_path: Path) -> None:
+    from kernel.topology import World
+    from models.shards import kv_bytes_per_token
+    from models.tiny import write_checkpoint
+
+    def put(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert host_memory.available(tmp_path) is None
+    put("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert host_memory.available(tmp_path) == 4000 << 10
+    put("proc/self/cgroup", "4:memory,x:/a/b\n3:cpuset:/\n0::/c/d\n")
+    put("sys/fs/cgroup/c/memory.max", "2000000\n")
+    put("sys/fs/cgroup/c/d/memory.max", "max\n")
+    assert host_memory.available(tmp_path) == 2_000_000
+    put("sys/fs/cgroup/memory/memory.limit_in_bytes", "1000000\n")
+    memory = host_memory.available(tmp_path)
+    assert memory == 1_000_000
+
+    config, world = read_config(write_checkpoint(tmp_path / "model")), World(2, 1, 1)
+    fits = memory // (2 * kv_bytes_per_token(config, world)) // 16 * 16
+    more = {"block_size": 16, "ranks": 2, "memory": memory}
+    host_memory.check(config, world, "float32", kv_tokens=fits, **more)
+    with pytest.raises(UsageError, match=rf"for 2 ranks on this host, .*: at most {fits} fit"):
+        host_memory.check(config, world, "float32", kv_tokens=fits + 16, **more)
+
+
+def test_an_allocation_that_fails_is_one_line() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(1 << 58)
+    told = faults.explained(caught.value, 3, "while it loaded the model")
+    assert str(told).startswith(
+        "rank 3 ran out of memory while it loaded the model (1,073,741,824.0 GiB more asked for)"
+    )
+    assert "--kv-tokens" in str(told)
+    assert faults.explained(RuntimeError("else"), 3, "while it loaded the model") is None
 
 
 def _two_turns() -> list[str]:
