@@ -454,7 +454,9 @@ def _absolute(path: str | Path) -> str:
 
 
 def spec(policy: str, config: dict[str, Any] | None) -> str:
-    """A policy spec with its options written into it."""
+    """A policy spec with its options written into it. Raises UsageError for what is no text."""
+    if not isinstance(policy, str):
+        raise UsageError(f"policy={policy!r}: must be a name or path/file.py:Class, as text")
     if not config:
         return policy
     options = ",".join(

@@ -18,7 +18,7 @@ from kernel import files
 from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
-from rollout import faults, host_memory, report_files, trace
+from rollout import faults, host_memory, report_files, resume, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -225,6 +225,25 @@ def test_an_allocation_that_fails_is_one_line() -> None:
     )
     assert "--kv-tokens" in str(told)
     assert faults.explained(RuntimeError("else"), 3, "while it loaded the model") is None
+
+
+@pytest.mark.parametrize("policy", [7, None, Path("fine")])
+def test_an_engine_s_policy_that_is_no_text(policy: object, tmp_path: Path) -> None:
+    from rollout.engine import Engine
+
+    with pytest.raises(UsageError, match=r"policy=.*: must be a name or path/file\.py:Class, as text"):
+        Engine(tmp_path, policy=policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "pipe"])
+def test_a_run_json_that_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(text) if text != "pipe" else os.mkfifo(file)
+    with pytest.raises(UsageError, match=r"--resume: .*run\.json cannot be read \(.+\): put .* or start anew"):
+        resume.check(tmp_path, {})
+    file.unlink()
+    with pytest.raises(UsageError, match="holds no run"):
+        resume.check(tmp_path, {})
 
 
 def _two_turns() -> list[str]:
