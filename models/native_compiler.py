@@ -80,6 +80,7 @@ def _run(command: list[str], patience_s: float) -> tuple[int, str, str]:
                 if process.returncode is None:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
                 raise
     except subprocess.TimeoutExpired:
         what = "did not say its version" if command[-1] == "--version" else "did not end"
