@@ -121,7 +121,7 @@ class Rank:
         # that see different lengths of it are not idle, and would go round for ever without reading on.
         await asyncio.sleep(0)
         with self._policy_code("plan"):
-            plan, memory = self.policy.plan(self._views, self._memory)
+            plan, memory = self._planned(self.policy.plan(self._views, self._memory))
         self._plan, self._memory = plan, memory
         self._digest = control.digest_of(plan, memory)
         self._ended = False
@@ -142,6 +142,18 @@ class Rank:
             gate.close()
         if not self._ended:
             await self._exchange("end")
+
+    def _planned(self, answer: object) -> tuple[Plan, Memory]:
+        """What a policy's plan returned. Raises PolicyError unless it is what the seam says."""
+        match answer:
+            case (Plan(span=int(span)) as plan, Memory() as memory) if span >= 1:
+                return plan, memory
+            case (Plan(span=span), Memory()):
+                what = f"a span of {span!r:.60}: it must be a whole number of boundaries, at least 1"
+            case _:
+                what = f"{type(answer).__name__}: it must be (Plan, Memory)"
+        where = f"(rank {self.rank}, round {self._memory.round})"
+        raise PolicyError(f"policy {self.policy.name} failed in plan: plan() returned {what} {where}")
 
     @contextmanager
     def _policy_code(self, what: str) -> Iterator[None]:

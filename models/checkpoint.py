@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernel import files as bounded
 from kernel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+LARGEST_INDEX: Final = 256 << 20
 READABLE: Final = frozenset({"F32", "BF16", "F16"})
 
 
@@ -104,12 +106,15 @@ class Checkpoint:
 
     def _files(self) -> list[Path]:
         index, single = self.path / INDEX, self.path / SINGLE
+        for file in (index, single):
+            if file.exists() and not file.is_file():
+                raise UsageError(f"{file}: not a regular file; copy the checkpoint again")
         if not index.is_file():
             if not single.is_file():
                 raise UsageError(f"{self.path}: neither {SINGLE} nor {INDEX}; save the model as safetensors")
             return [single]
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(bounded.read(index, LARGEST_INDEX))["weight_map"].values()))
             files = [self.path / name for name in names]
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             raise UsageError(f"{index}: no weight_map of tensor names to files; copy the checkpoint again") from None

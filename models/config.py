@@ -13,12 +13,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from kernel import files
 from kernel.errors import UsageError
 from models.fields import Fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+LARGEST: Final = 16 << 20
+"""Bytes of a config.json."""
 MOST_LAYERS: Final = 10_000
 DTYPES: Final[Mapping[str, int]] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Element types that models run in, and their bytes."""
@@ -135,7 +138,7 @@ def read_config(path: str | Path) -> DecoderConfig:
     if not Path(path).is_dir():
         raise UsageError(f"{path}: no such directory; --model names a Hugging Face checkpoint directory")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(files.read(file, LARGEST).decode())
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}; a checkpoint directory holds a config.json") from None
     except ValueError as error:

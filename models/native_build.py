@@ -6,48 +6,43 @@ The library has a plain C interface and needs nothing of torch, so it takes seco
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
+import sys
 import tempfile
+import time
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+from models import native_compiler
+from models.native_compiler import compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SOURCE: Final = Path(__file__).with_name("native.cpp")
 SOURCES: Final = (SOURCE, *(Path(__file__).with_name(f"native_{part}.h") for part in ("products", "tiles")))
 FLAGS: Final = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno")
-COMPILERS: Final = ("g++", "clang++", "c++")
-PATIENCE_S: Final = 300
-
-
-def compiler() -> list[str]:
-    """The command of a C++ compiler: what CXX says, or the first that is installed. Raises UsageError for none."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    for name in named[:1] or COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return [found, *named[1:]]
-    wanted = f"CXX={named[0]}, which is not there" if named else f"none of {', '.join(COMPILERS)} is there"
-    raise UsageError(f"--compile needs a C++ compiler ({wanted}): install g++, name one in CXX, or leave --compile out")
+LOCK: Final = "building.lock"
+SEAL: Final = b"turnstile sha256"
+"""Ends a kept library, before the digest of all that precedes it: one that was cut off would kill who calls it."""
 
 
 def library() -> Path:
-    """The built library, made now where it is not there yet. Raises UsageError where it cannot be built."""
+    """The built library, made now where it is not there yet, or is damaged. Raises UsageError where it cannot be."""
     command = compiler()
     folder = _folder()
     path = folder / f"native-{_key(command)}.so"
-    if path.exists():
+    if _whole(path):
         return path
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = Path(work) / path.name
-        _compile([*command, *FLAGS, "-o", str(made), str(SOURCE)])
-        os.replace(made, path)  # ranks that build at the same time make the same
+    with _alone(folder):
+        if not _whole(path):  # who held the lock has made it meanwhile
+            _make(command, path)
     return path
 
 
@@ -61,26 +56,72 @@ def kernels() -> ctypes.CDLL:
         raise UsageError(f"--compile: {path} does not load ({error}): remove it, or leave --compile out") from error
 
 
-def _compile(command: list[str]) -> None:
+def _make(command: list[str], path: Path) -> None:
+    """Build it beside its place, and put it there whole."""
+    if sys.stderr.isatty():
+        name = Path(command[0]).name
+        print(f"turnstile: building kernels for this processor with {name} (once, about 10 s)", file=sys.stderr)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--compile: {command[0]} failed ({error}): name another in CXX, or leave it out") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as work:
+            made = Path(work) / path.name
+            native_compiler.build([*command, *FLAGS, "-o", str(made), str(SOURCE)], made)
+            with made.open("r+b") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+                file.seek(0, os.SEEK_END)
+                file.write(SEAL + digest)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(made, path)
+    except OSError as error:
+        why = error.strerror or error
         raise UsageError(
-            f"--compile: {command[0]} ended with {done.returncode} ({lines[0][:200]}): name another compiler in CXX, or"
-            " leave --compile out"
-        )
+            f"--compile: the library cannot be kept in {path.parent} ({why}): set XDG_CACHE_HOME"
+        ) from None
+
+
+def _whole(path: Path) -> bool:
+    """Whether the library is there, as it was built."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    end = len(data) - len(SEAL) - hashlib.sha256().digest_size
+    return end > 0 and data[end:] == SEAL + hashlib.sha256(data[:end]).digest()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Among those that would build at the same time, for as long as a build may take; then, or without locks, beside.
+
+    Two that build beside each other make the same, each in one piece: the lock spares work, no more.
+    """
+    try:
+        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"--compile: {folder / LOCK}: {error.strerror}: set XDG_CACHE_HOME") from None
+    try:
+        end = time.monotonic() + native_compiler.PATIENCE_S
+        with suppress(OSError):  # a file system without locks
+            while not _locked(held) and time.monotonic() < end:
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(held)
+
+
+def _locked(held: int) -> bool:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _key(command: list[str]) -> str:
     """What the library depends on: its source, compiler, flags and processor."""
-    said = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
-    parts = [*(each.read_text() for each in SOURCES), *command, *FLAGS, said.stdout, platform.machine(), _processor()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    said = native_compiler.version(command)
+    parts = [*(each.read_text() for each in SOURCES), *command, *FLAGS, said, platform.machine(), _processor()]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -111,6 +111,9 @@ def prepare(options: Options, source: Trace) -> Campaign:
     _fits(options, config, trajectories)
     if options.device.device == "cuda":
         gpus.check_host(options.world.size)
+    if options.device.compiled:  # before there is a loop, under which Ctrl-C would wait for the compiler
+        options.device.check_installed()
+    told = fingerprint.of(Path(options.model)) if config else None
     out = report_files.directory(options.out, resume=options.resume)
     held = report_files.hold(out, resume=options.resume)
     try:
@@ -118,7 +121,7 @@ def prepare(options: Options, source: Trace) -> Campaign:
         config = config or read_config(model)
         title = options.shape.describe(source)
         return Campaign(
-            options, out, model, config, title, trajectories, _runs(options, out), fingerprint.of(model), held
+            options, out, model, config, title, trajectories, _runs(options, out), told or fingerprint.of(model), held
         )
     except BaseException:
         os.close(held)
@@ -328,9 +331,7 @@ async def _replay_all(campaign: Campaign) -> None:
         sink.close()
 
 
-async def _replay_run(
-    engine: Any, campaign: Campaign, run: Run, watch: Watch, progress: Progress, sink: Sink
-) -> None:
+async def _replay_run(engine: Any, campaign: Campaign, run: Run, watch: Watch, progress: Progress, sink: Sink) -> None:
     """Replay what is left of one run."""
     options = campaign.options
     kept: dict[str, list[Row]] = {}

@@ -26,7 +26,7 @@ from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
-from rollout import gpus, last_words, memory, stall, wire
+from rollout import gpus, host_memory, last_words, memory, stall, wire
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.hosts import HostsLauncher
 from rollout.launcher import Launcher
@@ -117,6 +117,16 @@ class Engine:
             options.check_installed()
         if options.device == "cuda":
             sizes["kv_tokens"] = self._on_gpus(options, kv_tokens, prefill_tokens, block_size)
+        elif kv_tokens is not None:
+            host_memory.check(
+                self.config,
+                self.world,
+                options.dtype or "float32",
+                kv_tokens=kv_tokens,
+                block_size=block_size,
+                ranks=host_memory.ranks_here(self.world),
+                memory=host_memory.available(),
+            )
         self._pool = sizes["kv_tokens"] // block_size * block_size
         if self._pool < block_size:
             raise UsageError(f"kv_tokens={kv_tokens}: must hold at least one block of {block_size} tokens")
@@ -444,7 +454,9 @@ def _absolute(path: str | Path) -> str:
 
 
 def spec(policy: str, config: dict[str, Any] | None) -> str:
-    """A policy spec with its options written into it."""
+    """A policy spec with its options written into it. Raises UsageError for what is no text."""
+    if not isinstance(policy, str):
+        raise UsageError(f"policy={policy!r}: must be a name or path/file.py:Class, as text")
     if not config:
         return policy
     options = ",".join(

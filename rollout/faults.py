@@ -1,4 +1,4 @@
-"""What torch raises about a GPU, as one line that says which rank, doing what, and what to do."""
+"""What torch raises about a GPU or about memory, as one line that says which rank, doing what, and what to do."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 from kernel.errors import DeviceFault, TurnstileError
 
 _SIZES = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 _TOTAL = re.compile(r"total capacity of ([\d.]+ \w+)")
 
 
 def explained(error: BaseException, rank: int, doing: str) -> TurnstileError | None:
-    """Our error for one that a GPU or its libraries caused; None for ours already, and for any other.
+    """Our error for one that a GPU, its libraries, or too little memory caused; None for all else.
 
     doing: a clause such as `while it loaded the model`. Looks at torch only where it has been imported.
     """
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
+        asked = _BYTES.search(str(error))
+        numbers = f" ({int(asked[1]) / (1 << 30):,.1f} GiB more asked for)" if asked else ""
+        return TurnstileError(
+            f"rank {rank} ran out of memory {doing}{numbers}: lower --kv-tokens or --rows, or use fewer ranks on a host"
+        )
     torch: Any = sys.modules.get("torch")
     if torch is None or isinstance(error, TurnstileError):
         return None

@@ -65,19 +65,20 @@ def kv_tokens(
     room = int(memory * USABLE) - weights - reserve
     if room < each * block_size:
         raise UsageError(
-            f"this model does not fit: {_gib(weights)} of weights a rank and {_gib(reserve)} for the engine leave no"
-            f" room for KV in a GPU of {_gib(memory)}: use more ranks, --quantization fp8 or a smaller model"
+            f"this model does not fit: {gib(weights)} of weights a rank and {gib(reserve)} for the engine leave no"
+            f" room for KV in a GPU of {gib(memory)}: use more ranks, --quantization fp8 or a smaller model"
         )
     fits = room // each // block_size * block_size
     if asked is None:
         return min(fits, MOST_KV_TOKENS)
     if asked > fits:
         raise UsageError(
-            f"--kv-tokens {asked} takes {_gib(asked * each)} a rank beside {_gib(weights)} of weights and"
-            f" {_gib(reserve)} for the engine, in a GPU of {_gib(memory)}: at most {fits} fit"
+            f"--kv-tokens {asked} takes {gib(asked * each)} a rank beside {gib(weights)} of weights and"
+            f" {gib(reserve)} for the engine, in a GPU of {gib(memory)}: at most {fits} fit"
         )
     return asked
 
 
-def _gib(count: int) -> str:
+def gib(count: int) -> str:
+    """Bytes for people."""
     return f"{count / GIB:,.1f} GiB"

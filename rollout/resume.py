@@ -11,6 +11,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from kernel import files
 from kernel.errors import UsageError
 from rollout.replay import read_rows
 from rollout.report_files import write
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rollout.replay import Row
     from rollout.trace import Trajectory, Turn
 
+LARGEST: Final = 16 << 20
+"""Bytes of a run.json."""
 SAME: Final = ("world", "device", "device_options", "policies", "trace", "repeat", "max_concurrency", "kv_tokens",
                "prefill_tokens", "rows", "model_sha256")  # fmt: skip
 """Entries of run.json that must not change."""
@@ -30,11 +33,17 @@ SAME: Final = ("world", "device", "device_options", "policies", "trace", "repeat
 def check(out: Path, about: Mapping[str, Any]) -> None:
     """Raise UsageError unless `out` holds an unfinished run that `about`, a run.json to be, would go on with."""
     try:
-        found: dict[str, Any] = json.loads((out / "run.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(files.read(out / "run.json", LARGEST).decode())
         if not isinstance(found, dict):
-            raise ValueError(found)
-    except (OSError, ValueError, RecursionError):
+            raise ValueError("not a JSON object")
+    except FileNotFoundError:
         raise UsageError(f"--resume: {out} holds no run (run.json): name its directory with --out") from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"--resume: {out / 'run.json'} cannot be read ({why}): put the run's own back, or start anew with another"
+            " --out"
+        ) from None
     if found.get("status") == "complete":
         raise UsageError(f"--resume: the run in {out} is complete: there is nothing left to do")
     wanted: dict[str, Any] = json.loads(json.dumps(dict(about)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import math
 import zlib
@@ -18,11 +19,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kernel import files as bounded
 from kernel.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+LARGEST: Final = 1 << 30
+"""Bytes of a trace, unpacked; the paper's has 300 thousand."""
+LONGEST_LINE: Final = 64 << 20
 LONGEST_MS: Final = 7 * 24 * 3600 * 1000
 PAPER_TRACE: Final = "paper"
 """The name of the trace that ships with the package."""
@@ -149,7 +154,7 @@ def read(source: str | Path) -> Trace:
         path = Path(source)
         name, file = path.name.removesuffix(".gz").removesuffix(".jsonl"), str(source)
         try:
-            data = path.read_bytes()
+            data = bounded.read(path, LARGEST, pipe=True)
         except OSError as error:
             raise UsageError(f"--trace {source}: {error.strerror or error}; give a JSONL file or `paper`") from None
     lines = _lines(file, data)
@@ -171,13 +176,18 @@ def read(source: str | Path) -> Trace:
 def _lines(file: str, data: bytes) -> list[Line]:
     if data[:2] == b"\x1f\x8b":
         try:
-            data = gzip.decompress(data)
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as packed:
+                data = packed.read(LARGEST + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise UsageError(f"{file}: broken gzip data ({error})") from None
+    if len(data) > LARGEST:
+        raise UsageError(f"{file}: more than {LARGEST >> 20:,} MiB when unpacked: give a part of it")
     return [_parse(file, number, raw) for number, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
 
 
 def _parse(file: str, number: int, raw: bytes) -> Line:
+    if len(raw) > LONGEST_LINE:
+        raise UsageError(f"{file}:{number}: a line of more than {LONGEST_LINE >> 20} MiB: one request a line is needed")
     try:
         record = json.loads(raw.decode())
     except UnicodeDecodeError as error:

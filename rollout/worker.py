@@ -167,6 +167,8 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     except BaseException as error:
         journal.exception(error)
         journal.close()
+        if (ours := faults.explained(error, rank, "while it loaded the model")) is not None:
+            raise ours from error
         raise  # the launcher, told why, ends the others
     # Weights and modules stay for good; without this every collection would walk through them.
     gc.freeze()

@@ -69,6 +69,31 @@ POLICIES = """
         async def turn(self, gate):
             raise ZeroDivisionError("in my turn")
 
+    class NoSpan(Fine):
+        name = "no_span"
+
+        def span(self, now):
+            return None
+
+    class SpanZero(Fine):
+        name = "span_zero"
+
+        def span(self, now):
+            return 0
+
+    class NoPlan(Fine):
+        name = "no_plan"
+
+        def plan(self, views, memory):
+            super().plan(views, memory)
+
+    class PlanOfText(Fine):
+        name = "plan_of_text"
+
+        def plan(self, views, memory):
+            plan, memory = super().plan(views, memory)
+            return dataclasses.replace(plan, span="a"), memory
+
     class Dies(Fine):
         name = "dies"
 
@@ -96,6 +121,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("NoLaunch", ProtocolError, r"without launching the planned D iteration, round \d+ \(rank \d"),
         ("Twice", ProtocolError, r"a second D launch in one round, round \d+ \(rank \d"),
         ("Broken", PolicyError, r"policy broken failed in turn at \S+policies\.py:\d+: ZeroDivisionError: in my turn"),
+        ("NoSpan", PolicyError, r"policy no_span failed in plan: span\(\) returned None: it must .* \(round \d"),
+        (
+            "SpanZero",
+            PolicyError,
+            r"policy span_zero failed in plan: span\(\) returned 0: it must return a whole number",
+        ),
+        (
+            "NoPlan",
+            PolicyError,
+            r"policy no_plan failed in plan: plan\(\) returned NoneType: it must be \(Plan, Memory",
+        ),
+        (
+            "PlanOfText",
+            PolicyError,
+            r"policy plan_of_text failed in plan: plan\(\) returned a span of 'a': .* \(rank \d",
+        ),
         ("Dies", RankLost, r"rank \d was killed by signal 9"),
     ],
 )

@@ -149,9 +149,9 @@ def test_a_row_of_another_run_is_named(fields: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["[]", "[" * 100_000, "3"])
-def test_a_run_json_that_is_none_is_no_run(text: str, tmp_path: Path) -> None:
+def test_a_run_json_that_is_none_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="cannot be read"):
         resume.check(tmp_path, {})
 
 

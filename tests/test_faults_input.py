@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kernel import files
 from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
-from rollout import report_files, trace
+from rollout import faults, host_memory, report_files, resume, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,6 +122,128 @@ def test_a_wait_without_end_in_a_trace(wait: float, tmp_path: Path) -> None:
     lines[1]["wait_ms"] = 7 * 86_400_000
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert trace.read(file).trajectories
+
+
+@pytest.mark.parametrize("named", ["/dev/zero", "/dev/full", "."])
+def test_a_trace_that_is_no_file(named: str) -> None:
+    with pytest.raises(UsageError, match=f"--trace {named}: not a regular file or a pipe; give a JSONL file or"):
+        trace.read(named)
+
+
+def test_a_pipe_is_a_trace_unless_nobody_writes_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIPE_S", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match=r"pipe: a pipe that nobody wrote to for 0\.1 s"):
+        trace.read(tmp_path / "pipe")
+    monkeypatch.setattr(files, "PIPE_S", 60)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(trace.read, tmp_path / "pipe")
+        (tmp_path / "pipe").write_text("\n".join(_two_turns()))
+        assert len(reading.result().trajectories[0].turns) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_without_end_and_a_line_without_end(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "LARGEST", 2 << 20)
+    monkeypatch.setattr(trace, "LONGEST_LINE", 1 << 20)
+    file = tmp_path / "t.jsonl"
+    for size, says in ((3 << 20, "than 2 MiB"), ((1 << 20) + 1, r":2: a line of more than 1 MiB")):
+        data = b"\n" + b"x" * size
+        file.write_bytes(gzip.compress(data) if packed else data)
+        with pytest.raises(UsageError, match=says):
+            trace.read(file)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_checkpoint(name: str, tmp_path: Path) -> None:
+    from models.checkpoint import Checkpoint
+    from models.tiny import write_checkpoint
+    from rollout import fingerprint
+
+    model = write_checkpoint(tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    calls = [read_config, fingerprint.of] if name == "config.json" else [Checkpoint, fingerprint.of]
+    for call in calls[: 1 if name.endswith("index.json") else 2]:
+        with pytest.raises(UsageError, match=f"{name}: not a regular file; "):
+            call(model)
+
+
+def test_a_pipe_as_a_policy(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.py")
+    with pytest.raises(UsageError, match=r"mine\.py: not a regular file"):
+        registry.load(f"{tmp_path / 'mine.py'}:Mine")
+
+
+@pytest.mark.parametrize("tokens", [999_999_999_999, 99_999_999_999_999_999_999])
+def test_a_pool_larger_than_memory_is_refused_before_ranks_start(tokens: int, tmp_path: Path) -> None:
+    code, out, err = turnstile("rollout", "--kv-tokens", tokens, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"turnstile: --kv-tokens {tokens} takes ")
+    assert "GiB can be had: at most " in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_pool_may_have(tmp_path: Path) -> None:
+    from kernel.topology import World
+    from models.shards import kv_bytes_per_token
+    from models.tiny import write_checkpoint
+
+    def put(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert host_memory.available(tmp_path) is None
+    put("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert host_memory.available(tmp_path) == 4000 << 10
+    put("proc/self/cgroup", "4:memory,x:/a/b\n3:cpuset:/\n0::/c/d\n")
+    put("sys/fs/cgroup/c/memory.max", "2000000\n")
+    put("sys/fs/cgroup/c/d/memory.max", "max\n")
+    assert host_memory.available(tmp_path) == 2_000_000
+    put("sys/fs/cgroup/memory/memory.limit_in_bytes", "1000000\n")
+    memory = host_memory.available(tmp_path)
+    assert memory == 1_000_000
+
+    config, world = read_config(write_checkpoint(tmp_path / "model")), World(2, 1, 1)
+    fits = memory // (2 * kv_bytes_per_token(config, world)) // 16 * 16
+    more = {"block_size": 16, "ranks": 2, "memory": memory}
+    host_memory.check(config, world, "float32", kv_tokens=fits, **more)
+    with pytest.raises(UsageError, match=rf"for 2 ranks on this host, .*: at most {fits} fit"):
+        host_memory.check(config, world, "float32", kv_tokens=fits + 16, **more)
+
+
+def test_an_allocation_that_fails_is_one_line() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError) as caught:
+        torch.zeros(1 << 58)
+    told = faults.explained(caught.value, 3, "while it loaded the model")
+    assert str(told).startswith(
+        "rank 3 ran out of memory while it loaded the model (1,073,741,824.0 GiB more asked for)"
+    )
+    assert "--kv-tokens" in str(told)
+    assert faults.explained(RuntimeError("else"), 3, "while it loaded the model") is None
+
+
+@pytest.mark.parametrize("policy", [7, None, Path("fine")])
+def test_an_engine_s_policy_that_is_no_text(policy: object, tmp_path: Path) -> None:
+    from rollout.engine import Engine
+
+    with pytest.raises(UsageError, match=r"policy=.*: must be a name or path/file\.py:Class, as text"):
+        Engine(tmp_path, policy=policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", "pipe"])
+def test_a_run_json_that_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(text) if text != "pipe" else os.mkfifo(file)
+    with pytest.raises(UsageError, match=r"--resume: .*run\.json cannot be read \(.+\): put .* or start anew"):
+        resume.check(tmp_path, {})
+    file.unlink()
+    with pytest.raises(UsageError, match="holds no run"):
+        resume.check(tmp_path, {})
 
 
 def _two_turns() -> list[str]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +22,7 @@ from kernel.errors import UsageError
 from kernel.request import SamplingParams
 from kernel.step import Step
 from kernel.topology import World
-from models import native_build
+from models import native_build, native_compiler
 from models.tiny import write_checkpoint
 from rollout import cli
 from tests.test_models_qwen3_moe import VARIANTS, WORLDS, check_uneven, prompt, serve
@@ -200,32 +206,132 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert native_build.library() == first
     assert first.stat().st_mtime_ns == built
     assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
-    assert [each.name for each in first.parent.iterdir()] == [first.name]
+    assert sorted(each.name for each in first.parent.iterdir()) == [native_build.LOCK, first.name]
 
 
 @pytest.mark.parametrize(
     ("cxx", "says"),
     [
         ("no-such-compiler -O1", "--compile needs a C++ compiler (CXX=no-such-compiler, which is not there)"),
-        ("false", "ended with 1"),
+        ("false", "false ended with 1 (it said nothing)"),
+        ("'", 'CXX="\'" is no command (No closing quotation)'),
+        ("./garbage", "garbage cannot be run (Exec format error)"),
+        ("./plain", "(CXX=./plain, which is not executable)"),
+        ("true", "true ended well but made no library"),
+        ("./talks", "talks ended with 3 (cannot open x: No space left; ld returned 1)"),
+        ("./dies", "dies was killed by signal 11"),
+        ("./sleeps", "sleeps did not say its version within 0.2 s and was killed"),
     ],
 )
 def test_a_compiler_that_does_not_work_is_one_line_and_exit_code_2(
     cxx: str, says: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    for name, text in (
+        ("garbage", "no program\n"),
+        ("plain", ""),
+        ("talks", "#!/bin/sh\necho cannot open x: No space left >&2\necho ld returned 1 >&2\nexit 3\n"),
+        ("dies", "#!/bin/sh\nkill -SEGV $$\n"),
+        ("sleeps", "#!/bin/sh\nsleep 1000\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600 if name == "plain" else 0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(native_compiler, "VERSION_S", 0.2 if cxx == "./sleeps" else 30.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", cxx)
-    assert cli.main(["rollout", "--compile", "--model", str(path), "--length-scale", "0.01"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    out = tmp_path / "out"
+    assert cli.main(["rollout", "--compile", "--model", str(path), "--length-scale", "0.01", "--out", str(out)]) == 2
+    written, err = capfd.readouterr()
+    assert (written, err.count("\n")) == ("", 1)
     assert says in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_build_and_its_compiler(number: int, path: Path, tmp_path: Path) -> None:
+    """Of the command alone, and of its whole group, as a terminal's Ctrl-C does."""
+    (tmp_path / "slow").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        'echo $$ > "$0.pid.part"; mv "$0.pid.part" "$0.pid"\nexec sleep 1000\n'
+    )
+    (tmp_path / "slow").chmod(0o700)
+    command = [sys.executable, "-m", "turnstile", "rollout", "--compile", "--length-scale", "0.01", "--out", "out"]
+    command += ["--model", str(path)]
+    env = {**os.environ, "CXX": str(tmp_path / "slow"), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while not (tmp_path / "slow.pid").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, err) == (130, "turnstile: interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int((tmp_path / "slow.pid").read_text()), 0)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_compiler, "build", lambda command, made: made.write_bytes(b"\x7fELF library" * 100))
+    path = native_build.library()
+    whole = path.read_bytes()
+    data = {"cut": whole[:700], "flipped": whole[:50] + b"?" + whole[51:], "empty": b""}[damage]
+    path.write_bytes(data)
+    assert native_build.library().read_bytes() == whole
+
+
+def test_one_builds_and_others_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    built: list[Path] = []
+
+    def build(command: list[str], made: Path) -> None:
+        built.append(made)
+        time.sleep(0.3)
+        made.write_bytes(b"library")
+
+    monkeypatch.setattr(native_compiler, "build", build)
+    with ThreadPoolExecutor(4) as pool:
+        found = {each.result() for each in [pool.submit(native_build.library) for _ in range(4)]}
+    assert (len(found), len(built)) == (1, 1)
+
+
+def test_a_lock_that_is_held_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_compiler, "build", lambda command, made: made.write_bytes(b"library"))
+    monkeypatch.setattr(native_compiler, "PATIENCE_S", 0.3)
+    (tmp_path / "turnstile").mkdir(mode=0o700)
+    with (tmp_path / "turnstile" / native_build.LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert native_build.library().exists()
+
+
+@pytest.mark.parametrize("person", [True, False])
+def test_a_person_is_told_of_the_build(
+    person: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native_compiler, "build", lambda command, made: made.write_bytes(b"library"))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: person, raising=False)
+    for _ in range(2):
+        native_build.library()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("turnstile: building kernels for this processor with ") == person
+    assert err.count("\n") == person
 
 
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match=r"none of g\+\+, clang\+\+, c\+\+ is there\): install g\+\+"):
-        native_build.compiler()
+        native_compiler.compiler()
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

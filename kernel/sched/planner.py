@@ -5,9 +5,11 @@ Everything here is a pure function of views and memory, so every rank computes t
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from kernel.errors import PolicyError
 from kernel.sched.policy import ALL, Chunk, Gate, Guarantees, Limits, Memory, Plan, RankView
 
 
@@ -104,7 +106,7 @@ class Planner:
             prefill=chunks if activating else (),
             epoch=epoch if now.p_active else -1,
             # Without a D iteration P may run to its end, unless rows are only kept back: they go on when it resumes.
-            span=self.span(now) if bucket or paused else ALL,
+            span=self._checked_span(now) if bucket or paused else ALL,
             promote=memory.epoch if complete else -1,
             idle=quiet and not any(view.busy for view in views),
         )
@@ -118,6 +120,20 @@ class Planner:
             permit=min(self.limits.boundaries, permit + plan.span) if now.p_active else permit,
             extra=self.remember(now, plan),
         )
+
+    def _checked_span(self, now: Situation) -> int:
+        """What `span` grants. Raises PolicyError where that is no number of boundaries."""
+        granted: object = self.span(now)
+        try:
+            span = operator.index(granted)  # type: ignore[arg-type]
+        except TypeError:
+            span = 0
+        if span < 1:
+            raise PolicyError(
+                f"policy {self.name} failed in plan: span() returned {granted!r:.60}: it must return a whole number of"
+                f" boundaries, at least 1 (round {now.memory.round})"
+            )
+        return span
 
     def _admit(self, view: RankView) -> tuple[Chunk, ...]:
         """One replica's chunks, in order of service. A request that does not fit holds back those behind it."""

@@ -105,7 +105,7 @@ def _from_file(name: str) -> type[Any]:
     path, _, attribute = name.rpartition(":")
     file = Path(path)
     if not file.is_file():
-        raise UsageError(f"policy file {path}: there is no such file")
+        raise UsageError(f"policy file {path}: {'not a regular file' if file.exists() else 'there is no such file'}")
     label = f"turnstile_policy_{file.stem}"
     spec = importlib.util.spec_from_file_location(label, file)
     if spec is None or spec.loader is None:

@@ -1,0 +1,50 @@
+"""Reading files that a person names: never for ever, and never more than fits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PIPE_S: Final = 60.0
+"""For the first byte of a pipe: one that nobody writes to would be waited for without end."""
+_PART: Final = 1 << 20
+
+
+def open_regular(path: Path, *, pipe: bool = False) -> int:
+    """A descriptor of a regular file, or of a pipe where it may be one. Raises OSError for any other."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # a pipe would block here
+    except ValueError as error:  # a zero byte in its name
+        raise OSError(errno.EINVAL, str(error)) from None
+    try:
+        mode = os.fstat(fd).st_mode
+        if not (stat.S_ISREG(mode) or (pipe and stat.S_ISFIFO(mode))):
+            raise OSError(errno.EINVAL, f"not a regular file{' or a pipe' if pipe else ''}")
+        if stat.S_ISFIFO(mode):
+            waiting = select.poll()
+            waiting.register(fd, select.POLLIN)
+            if not waiting.poll(PIPE_S * 1000):
+                raise OSError(errno.ETIMEDOUT, f"a pipe that nobody wrote to for {PIPE_S:g} s")
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read(path: Path, most: int, *, pipe: bool = False) -> bytes:
+    """All of a regular file of at most `most` bytes. Raises OSError, whose strerror says why, for any other."""
+    parts, size = [], 0
+    with os.fdopen(open_regular(path, pipe=pipe), "rb", buffering=0) as file:
+        while part := file.read(_PART):
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise OSError(errno.EFBIG, f"larger than {most >> 20:,} MiB")
+    return b"".join(parts)
