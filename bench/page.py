@@ -206,6 +206,19 @@ def conversations(all_: Results) -> str:
     return table(["conversations", *(f"`{name}`, s" for name in names)], rows)
 
 
+def dumps(all_: Results) -> str:
+    """From Flight Recorder dumps to a diagnosis, beside PyTorch's own analyzer."""
+    found = all_["hang"]
+    rows = [
+        [str(row["ranks"]), number(row["calls"]), number(row["turnstile"]["seconds"], 2),
+         number(row["torchfrtrace"]["seconds"], 2), f"{row['times']['seconds']:.1f}",
+         f"{row['times']['cpu_seconds']:.1f}", yes(row["turnstile"]["right"]), yes(row["torchfrtrace"]["right"])]
+        for row in found["compared"]
+    ]  # fmt: skip
+    head = ["ranks", "entries of each", "turnstile hang, s", "torchfrtrace, s", "times faster", "by CPU time"]
+    return table([*head, "ours names the rank", "theirs names it alone"], rows) + about(found)
+
+
 def aims(all_: Results) -> str:
     """Each aim beside what was measured."""
     rows: list[list[str]] = []
@@ -266,6 +279,14 @@ def aims(all_: Results) -> str:
         lambda found: f"{max(e['peak_mb'] / e['allowed_mb'] for w in found['worlds'] for e in w['each']):.2f} of it",
         lambda found: found["met"],
     )  # fmt: skip
+    def usual(found: dict[str, Any]) -> float:
+        one = next(each for each in found["compared"] if (each["ranks"], each["calls"]) == (256, 2000))
+        return float(one["times"]["seconds"])
+
+    row(
+        "256 ranks' dumps of 2,000 entries: at least 20 times faster than torchfrtrace", "hang",
+        lambda found: f"{usual(found):.1f} times", lambda found: usual(found) >= 20,
+    )  # fmt: skip
     return table(["aim", "measured", "met"], rows)
 
 
@@ -274,7 +295,7 @@ TABLES: Final[Mapping[str, tuple[str, Callable[[Results], str]]]] = MappingProxy
         "aims": ("", aims), "engine": ("engine", engine), "rendezvous": ("rendezvous", rendezvous),
         "collectives": ("collectives", collectives), "decode": ("decode", decode), "host": ("host", host),
         "memory": ("memory", memory), "record": ("record", record), "lengths": ("scale", lengths),
-        "conversations": ("scale", conversations), "soak": ("soak", soak),
+        "conversations": ("scale", conversations), "soak": ("soak", soak), "dumps": ("hang", dumps),
     }
 )  # fmt: skip
 """Block -> (results file it needs, "" for what is there; what fills it)."""

@@ -102,6 +102,6 @@ def test_an_unknown_block_is_no_silent_gap() -> None:
 
 
 def test_results_of_other_pages_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "hang.json").write_text("{}")
+    (tmp_path / "live.json").write_text("{}")
     (tmp_path / "memory.json").write_text(json.dumps(RESULTS["memory"]))
     assert page.read(tmp_path) == {"memory": RESULTS["memory"]}
