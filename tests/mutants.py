@@ -32,7 +32,7 @@ POST_D: Final = '        await gate.rendezvous("post-d")'
 RELEASE: Final = "        gate.release(gate.plan.span)"
 LAUNCH: Final = "        gate.launch_decode()"
 REACHED: Final = "        await gate.reached()"
-PLAN: Final = "            plan, memory = self.policy.plan(self._views, self._memory)"
+PLAN: Final = "            plan, memory = self._planned(self.policy.plan(self._views, self._memory))"
 P_TASK: Final = Change(
     "kernel.rank:Rank.release",
     "        epoch.submit(start, end, self._plan.round)",
