@@ -277,7 +277,7 @@ def test_any_value_in_any_field_is_read_or_refused_in_one_line(
     for _ in range(data.draw(st.integers(1, 3))):
         dump = dumps[data.draw(st.sampled_from([0, 1]))]
         entries = [each for each in dump["entries"] if isinstance(each, dict)] if type(dump["entries"]) is list else []
-        place = data.draw(st.sampled_from([dump, *entries]))
+        place = data.draw(st.sampled_from([each for each in (dump, *entries) if each]))
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(VALUES)
     folder = tmp_path_factory.mktemp("fuzz")
     as_json = data.draw(st.booleans())

@@ -114,15 +114,17 @@ def not_every_wait_is_recorded(case: Case) -> Verdict | None:
 
 def an_absent_member_may_keep_it(case: Case) -> Verdict | None:
     """A member of which nothing is known may not have finished it either, and be what keeps the others."""
-    members = {
-        seat[0]
+    open_ = [
+        {seat[0] for seat in meeting.seats}
         for meeting in case.situation.meetings.values()
         if any(not launch.done and launch.rank in case.verdict.ranks for launch, _ in meeting.arrived.values())
-        for seat in meeting.seats
-    }
-    absent = members.intersection(case.absent)
+    ]
+    absent = set().union(*open_).intersection(case.absent)
     if not absent or not case.verdict.ranks:
         return None
+    if any(not members - absent - set(case.verdict.ranks) for members in open_):
+        # That a peer has finished is then what nobody has seen.
+        return _undecided(case.verdict, f"{_nothing(case)} from {words.ranks(absent)}")
     has = "has" if len(absent) == 1 else "have"
     why = f"{words.ranks(absent)}, of which there is {_nothing(case)}, {has} finished it"
     return case.verdict.only_if(why)
