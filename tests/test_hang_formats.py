@@ -149,7 +149,7 @@ def test_with_some_of_the_evidence_nobody_is_blamed_wrongly(
     ranks = sorted(data.draw(st.sets(st.sampled_from(EVERYBODY), min_size=1)))
     how = dict(known.how)
     if known.write in (files.dumps, files.all_of_torch):
-        how |= data.draw(st.sampled_from([{}, {"keep": 1}, {"keep": 3}]))
+        how |= data.draw(st.sampled_from([{}, {"active": True}, {"keep": 1}, {"keep": 3}]))
     elif known.write is files.watchdog:
         how["chatty"] = data.draw(st.booleans())
     elif known.write is files.rings:
