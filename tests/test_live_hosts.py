@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from rich.console import Console
 from kernel.errors import UsageError
 from kernel.record import Kind
 from rollout import cli
+from tests import commands
 from tests.live_world import LiveWorld
 from tests.test_live_check import enter, ring, writer
 from verify.blame import Class
@@ -39,9 +41,10 @@ from verify.top.screen import picture
 from verify.top.web import frame_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
+until = partial(commands.until, timeout_s=60.0)
 
 
 @given(data=st.data())
@@ -150,15 +153,6 @@ def agent(address: tuple[str, int], token: Path, run: Path, *before: str) -> Ite
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """What `true` gives once that is true. The timeout is for a machine that is stuck, not for one that is slow."""
-    end = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.02)
-    return found
 
 
 @contextmanager

@@ -16,14 +16,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.replay import read_rows
+from tests import commands
 from tests.hosts_program import generate
 from tests.slow_cable import QUALITY
 
@@ -53,6 +55,11 @@ def _why_not() -> str:
 
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
+until = partial(commands.until, timeout_s=240.0)
+
+
+def _works(command: list[str]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 class Hosts:
@@ -91,7 +98,7 @@ class Hosts:
             self._carriers.append(subprocess.Popen([*command, *map(str, fds)], pass_fds=fds))
         for name, end in zip(self.names, self.ends, strict=True):
             shown = ["ip", "-n", name, "link", "show", end]
-            until(lambda shown=shown: subprocess.run(shown, capture_output=True, check=False).returncode == 0, 30)
+            until(lambda shown=shown: _works(shown), timeout_s=30)
         for mine in sockets:
             mine.close()
         os.close(settings)
@@ -164,14 +171,6 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         yield made
     finally:
         made.close()
-
-
-def until(true: Callable[[], Any], timeout_s: float = 240.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := true()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-    return found
 
 
 def lines(out: Path) -> int:
@@ -249,8 +248,8 @@ def test_a_cable_that_is_pulled_out_ends_the_run_and_names_the_host(
     hosts.cable("down")
     # The command ends by itself; torchrun's agents may go on looking for each other.
     try:
-        until(lambda: json.loads((out / "run.json").read_text())["status"] != "running", 60)
-        until(lambda: not _ranks(hosts), 60)
+        until(lambda: json.loads((out / "run.json").read_text())["status"] != "running", timeout_s=60)
+        until(lambda: not _ranks(hosts), timeout_s=60)
     finally:
         status, left, said = (out / "run.json").read_text(), _ranks(hosts), hosts.end()
     assert json.loads(status)["status"] == "failed", (left, said)

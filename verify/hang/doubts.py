@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
-from verify.events import Confidence
 from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
@@ -116,18 +115,16 @@ def not_every_wait_is_recorded(case: Case) -> Verdict | None:
 def an_absent_member_may_keep_it(case: Case) -> Verdict | None:
     """A member of which nothing is known may not have finished it either, and be what keeps the others."""
     open_ = [
-        meeting
+        {seat[0] for seat in meeting.seats}
         for meeting in case.situation.meetings.values()
         if any(not launch.done and launch.rank in case.verdict.ranks for launch, _ in meeting.arrived.values())
     ]
-    absent = {seat[0] for meeting in open_ for seat in meeting.seats}.intersection(case.absent)
+    absent = set().union(*open_).intersection(case.absent)
     if not absent or not case.verdict.ranks:
         return None
-    for meeting in open_:
-        # That nothing is open in a dump may also mean that the call was never made: a peer's end has to be in it.
-        over = [call for launch, call in meeting.arrived.values() if launch.done and launch.rank not in absent]
-        if all(call.confidence is Confidence.INFERRED for call in over):
-            return _undecided(case.verdict, f"{_nothing(case)} from {words.ranks(absent)}")
+    if any(not members - absent - set(case.verdict.ranks) for members in open_):
+        # That a peer has finished is then what nobody has seen.
+        return _undecided(case.verdict, f"{_nothing(case)} from {words.ranks(absent)}")
     has = "has" if len(absent) == 1 else "have"
     why = f"{words.ranks(absent)}, of which there is {_nothing(case)}, {has} finished it"
     return case.verdict.only_if(why)

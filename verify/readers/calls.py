@@ -115,7 +115,8 @@ class Dump:
     batches: those of this dump and perhaps of others, each once. columns: (group, whether transfers) -> its calls.
     rows, entries: how many batches and entries. moved_ns: latest time. whole: nothing was dropped since the start.
     odd: names of operations that are damaged; their calls have none. mark: equal for copies of a file. again: groups
-    that the process made anew after it had destroyed them -> how often; only the calls since then are here.
+    that the process made anew after it had destroyed them -> how often; only the calls since then are here. mixed:
+    groups of which a collective says that transfers came before it, seen here or not.
     """
 
     path: Path
@@ -133,6 +134,7 @@ class Dump:
     odd: tuple[str, ...] = ()
     mark: bytes = b""
     again: Mapping[Name, int] = field(default_factory=dict)
+    mixed: frozenset[Name] = frozenset()
 
 
 def batch_of(entries: Sequence[Call]) -> Batch:

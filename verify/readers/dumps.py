@@ -179,6 +179,7 @@ class _Job:
         self.labels = self._labels()
         self.communicators = {group: Communicator(group.members, label) for group, label in self.labels.items()}
         self._orders: dict[int, dict[Name, int]] = {}
+        self._mixed: set[Group] = set()
         self.used: dict[Group, set[bool]] = defaultdict(set)
         """Which groups have calls: collectives (False), transfers (True)."""
         self.collectives: dict[Group, dict[int, Column]] = defaultdict(dict)
@@ -189,6 +190,8 @@ class _Job:
                     continue
                 group = self.groups[rank, name]
                 self.used[group].add(transfer)
+                if name in dump.mixed:
+                    self._mixed.add(group)
                 (moved if transfer else self.collectives)[group][rank] = column
         self.transfers = Transfers(self.dumps, moved)
         self.unknown += self.transfers.unknown
@@ -234,9 +237,10 @@ class _Job:
         """Rank -> last enqueued and completed number of `group`, where the dump's counters are known to count it.
 
         The counter of a group is that of its last call, be it a collective or a transfer; the identifiers are the
-        process's own. Both are only trusted where every dump with a call in the group confirms them.
+        process's own. Both are only trusted where every dump with a call in the group confirms them, and none of these
+        calls says that the group had transfers too: dumps of open calls alone do not show those.
         """
-        if len(kinds) != 1:
+        if len(kinds) != 1 or group in self._mixed:
             return {}
         (kind,) = kinds
         found: dict[int, tuple[int, int]] = {}

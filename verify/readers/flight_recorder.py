@@ -66,7 +66,7 @@ FIELDS: Final = itemgetter(
 
 class _Entries(NamedTuple):
     """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
-    process-local identifier. again: groups that were made anew -> how often.
+    process-local identifier. again: groups that were made anew -> how often. mixed: as in `Dump`.
     """
 
     calls: list[Call]
@@ -76,6 +76,7 @@ class _Entries(NamedTuple):
     whole: bool
     again: dict[Name, int]
     odd: tuple[str, ...]
+    mixed: frozenset[Name]
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -159,7 +160,7 @@ class Decoder:
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, many, entries.moved_ns,
                 entries.whole, entries.odd, mark,
-                entries.again,
+                entries.again, entries.mixed,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
@@ -173,6 +174,7 @@ class Decoder:
         calls: list[Call] = []
         seqs: list[int] = []
         ids: dict[Name, Any] = {}
+        mixed: set[Name] = set()
         numbers: list[int] = []
         moved = 0
         # By identity, while `raw` is alive: entries share their frames.
@@ -190,6 +192,8 @@ class Decoder:
                 if call is None:
                     call = self._calls[key] = call_of(each, site)
                 seq = transfer if call.transfer else collective
+                if transfer and not call.transfer:
+                    mixed.add(call.group)
                 if type(seq) is not int:
                     seq = number(seq, -1)
                 if not 0 <= seq < LATEST:
@@ -224,7 +228,7 @@ class Decoder:
         whole = bool(records) and min(records) == 0 and max(records) == len(records) - 1
         return _Entries(
             calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again,
-            tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)),
+            tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)), frozenset(mixed),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, Site, State
@@ -293,6 +293,10 @@ class _Lines:
         events = []
         for rank in sorted(members):
             enqueued, completed = group.status.get(rank, (-1, -1))
+            if not first and enqueued == completed > 0:
+                # What is open in other evidence of the group, this rank has not called yet.
+                over = Event(rank, Kind.COLLECTIVE, communicator=communicator, sequence=enqueued - 1)
+                events.append(replace(over, state=State.COMPLETED, confidence=Confidence.INFERRED))
             for seq, (operation, _) in first:
                 own = group.timeouts.get((rank, seq))
                 if own is None and enqueued < seq:

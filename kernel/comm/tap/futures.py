@@ -68,28 +68,24 @@ class Futures:
         return get_future
 
     def _then(self, original: Any) -> Callable[..., Any]:
-        def then(future: Any, callback: Any) -> Any:
-            result = original(future, callback)
-            if not self.off:
-                try:
-                    self._comes(result, self._of(future))
-                except Exception as error:
-                    self.notes.broken("a future", error)
-            return result
-
-        return then
+        return self._follows(original, lambda future, _: self._of(future))
 
     def _collect(self, original: Any) -> Callable[..., Any]:
-        def collect_all(futures: Any) -> Any:
-            result = original(futures)
+        return self._follows(original, lambda futures: [note for each in futures for note in self._of(each)])
+
+    def _follows(self, original: Any, whence: Callable[..., list[Note]]) -> Callable[..., Any]:
+        """What gives a future that comes after others. whence: the calls of those, from the same arguments."""
+
+        def follows(*args: Any) -> Any:
+            result = original(*args)
             if not self.off:
                 try:
-                    self._comes(result, [note for each in futures for note in self._of(each)])
+                    self._comes(result, whence(*args))
                 except Exception as error:
                     self.notes.broken("a future", error)
             return result
 
-        return collect_all
+        return follows
 
     def _wait(self, original: Any) -> Callable[..., Any]:
         def wait(future: Any) -> Any:
