@@ -83,7 +83,7 @@ class DeviceOptions:
         elif self.compiled:
             raise UsageError("--compile applies to --device cpu only: on cuda decode is captured as graphs already")
         elif self.dtype == "float32" and self._flashes:
-            raise UsageError(f"--attention {self.attention} has no float32: --dtype float32 goes with --attention reference")
+            raise UsageError(f"--attention {self.attention} has no float32: use --attention reference for it")
         elif self.dtype == "float32" and self.quantization is not None:
             raise UsageError(f"--quantization {self.quantization} computes in bfloat16: leave --dtype float32 out")
 
