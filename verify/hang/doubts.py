@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.late import its_transfers_are_not_seen, nothing_shows_it_is_late
 from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
@@ -196,7 +197,7 @@ DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
     Class.BELOW: (it_may_go_on, its_members_are_not_known, not_every_wait_is_recorded),
     Class.NONE: (
         a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
-        ranks_do_something_else, no_call_is_in_it, calls_failed,
+        ranks_do_something_else, no_call_is_in_it, its_transfers_are_not_seen, calls_failed,
     ),
 }  # fmt: skip
 """The first that has something against the verdict counts."""
@@ -294,6 +295,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_may_be_late,
     it_may_be_through,
     it_waits_for_itself,
+    nothing_shows_it_is_late,
 )
 """Each is asked, in this order, about what the ones before it left."""
 

@@ -80,6 +80,9 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
         named=tuple(
             Named(*group.name, job.communicators[group]) for group in job.communicators if group not in job.disputed
         ),
+        overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
+        timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
+        deaf=job.deaf,
     )  # fmt: skip
 
 
@@ -200,6 +203,20 @@ class _Job:
         for group, kinds in self.used.items():
             self._counted(group, kinds)
         self.unsure |= {(rank, self.labels[group]) for group in self.disputed for rank in group.members}
+        self.deaf = self._deaf()
+
+    def _deaf(self) -> frozenset[int]:
+        """Ranks whose sends and receives no dump would hold: those on gloo, which records collectives only, unless these
+        dumps show that it records more.
+        """
+        found = set()
+        for rank, dump in self.dumps.items():
+            kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
+            if any(dump.batches[kind].backend == "gloo" for kind in kinds):
+                found.add(rank)
+            if any(dump.batches[kind].backend == "gloo" and dump.batches[kind].transfer for kind in kinds):
+                return frozenset()
+        return frozenset(found)
 
     def _believed(self, rank: int, name: Name) -> bool:
         """Whether it is known who belongs to a group in which a rank has calls, and that the rank does."""

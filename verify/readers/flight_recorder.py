@@ -27,6 +27,7 @@ from verify.readers.calls import (
     Call,
     Column,
     Dump,
+    Patience,
     batch_of,
     call_of,
     description,
@@ -58,15 +59,15 @@ KEPT: Final = 100_000
 """Calls that a decoder remembers."""
 FIELDS: Final = itemgetter(
     "profiling_name", "process_group", "state", "is_p2p", "retired", "input_sizes", "output_sizes", "input_dtypes",
-    "output_dtypes", "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
+    "output_dtypes", "timeout_ms", "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
     "time_discovered_started_ns", "time_discovered_completed_ns",
 )  # fmt: skip
-"""Of an entry: first nine that repeat, then its numbers and times."""
+"""Of an entry: first ten that repeat, then its numbers and times."""
 
 
 class _Entries(NamedTuple):
     """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
-    process-local identifier. again: groups that were made anew -> how often. mixed: as in `Dump`.
+    process-local identifier. again: groups that were made anew -> how often. mixed, patience: as in `Dump`.
     """
 
     calls: list[Call]
@@ -77,6 +78,7 @@ class _Entries(NamedTuple):
     again: dict[Name, int]
     odd: tuple[str, ...]
     mixed: frozenset[Name]
+    patience: Patience
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -86,7 +88,7 @@ def _fields(raw: Any) -> tuple[Any, ...]:
     get = raw.get
     return (
         raw["profiling_name"], raw["process_group"], raw["state"], get("is_p2p"), get("retired"), get("input_sizes"),
-        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), raw["record_id"], get("pg_id"),
+        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), get("timeout_ms"), raw["record_id"], get("pg_id"),
         get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"), get("time_discovered_started_ns"),
         get("time_discovered_completed_ns"),
     )  # fmt: skip
@@ -160,7 +162,7 @@ class Decoder:
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, many, entries.moved_ns,
                 entries.whole, entries.odd, mark,
-                entries.again, entries.mixed,
+                entries.again, entries.mixed, entries.patience,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
@@ -177,6 +179,8 @@ class Decoder:
         mixed: set[Name] = set()
         numbers: list[int] = []
         moved = 0
+        due: list[int] = []
+        """When the open calls will have waited for as long as they may."""
         # By identity, while `raw` is alive: entries share their frames.
         known: dict[int, tuple[Site | None, bool]] = {}
         for at, each in enumerate(raw):
@@ -186,7 +190,7 @@ class Decoder:
                 except (KeyError, TypeError):
                     fields = _fields(each)
                 site = self._site(each.get("frames"), known)
-                told, (record, pg_id, collective, transfer, created, started, ended) = fields[:9], fields[9:]
+                told, (record, pg_id, collective, transfer, created, started, ended) = fields[:10], fields[10:]
                 key = packed(told, 4), id(site)
                 call = self._calls.get(key)
                 if call is None:
@@ -206,6 +210,8 @@ class Decoder:
             calls.append(call)
             seqs.append(seq)
             ids[call.group] = pg_id
+            if not call.done and call.timeout_ms is not None and (at_ns := number(created)) > 0:
+                due.append(at_ns + call.timeout_ms * 1_000_000)
             numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
@@ -229,6 +235,10 @@ class Decoder:
         return _Entries(
             calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again,
             tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)), frozenset(mixed),
+            Patience(
+                max((call.timeout_ms or 0 for call in distinct if not call.done), default=0),
+                min(due, default=LATEST) <= moved,
+            ),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
