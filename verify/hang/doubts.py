@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
-from verify.hang.late import its_transfers_are_not_seen, nothing_shows_it_is_late
+from verify.hang.late import (
+    dumps_and_stacks_are_of_two_moments,
+    its_transfers_are_not_seen,
+    nothing_shows_it_is_late,
+)
 from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
@@ -289,6 +293,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_is_of_different_moments,
     stacks_contradict_it,
     another_thread_may_call,
+    dumps_and_stacks_are_of_two_moments,
     nobody_waits,
     nobody_needs_it,
     its_wait_may_end,

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict
+from verify.events import Kind
 from verify.hang.stacks import At
 from verify.matching import Standing
 
 if TYPE_CHECKING:
+    from verify.events import Site
     from verify.hang.case import Case
+    from verify.matching import Host
 
 OF_A_MOMENT: Final = frozenset({Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL})
 """Findings that the next moment may take back."""
@@ -62,3 +65,35 @@ def its_transfers_are_not_seen(case: Case) -> Verdict | None:
 def _seen_elsewhere(case: Case) -> set[int]:
     """Ranks whose main thread is seen to be in no call."""
     return {rank for rank, place in case.where.items() if place.at in (At.OUTSIDE, At.STORE)}
+
+
+def dumps_and_stacks_are_of_two_moments(case: Case) -> Verdict | None:
+    """A ring of which the dumps tell what is open, and the stacks that hosts wait: what was open may have ended when
+    the stacks were taken, unless each stack stands in the call that is open.
+    """
+    verdict = case.verdict
+    if verdict.cls is not Class.CYCLE or verdict.certainty is not Certainty.CERTAIN:
+        return None
+    ring = {node for node in case.core if node[0] == "host"}
+    loose = {
+        host.rank
+        for host in case.situation.hosts
+        if ("host", host.rank, host.thread) in ring and not host.presumed and _by_its_stack(case, host)
+    }
+    if not loose or loose <= case.found.overdue:
+        return None
+    return verdict.only_if(f"the stacks of {words.ranks(loose)} are of the moment of their dumps")
+
+
+def _by_its_stack(case: Case, host: Host) -> bool:
+    """Whether only a stack says that a host waits, and not all that it has open was called where it stands."""
+    place, event = case.where.get(host.rank), host.event
+    if host.thread or place is None or host.rank in case.known or event is None or event.kind is not Kind.WAIT:
+        return False
+    lines = {_line(one.event.site) for one in host.waits}
+    return lines != {_line(place.site)}
+
+
+def _line(site: Site | None) -> tuple[str, int] | None:
+    """A line of the program, whether its file was told with its folder or without."""
+    return None if site is None else (site.file.rpartition("/")[2], site.line)

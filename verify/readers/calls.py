@@ -117,6 +117,9 @@ class Patience(NamedTuple):
     over: bool = False
 
 
+NO_CALL_OPEN: Final = Patience()
+
+
 @dataclass(frozen=True, slots=True)
 class Dump:
     """What one process recorded. rank: where the dump itself says. groups: (name, description) -> members, if listed.
@@ -146,7 +149,7 @@ class Dump:
     mark: bytes = b""
     again: Mapping[Name, int] = field(default_factory=dict)
     mixed: frozenset[Name] = frozenset()
-    patience: Patience = Patience()
+    patience: Patience = NO_CALL_OPEN
 
 
 def batch_of(entries: Sequence[Call]) -> Batch:

@@ -206,8 +206,8 @@ class _Job:
         self.deaf = self._deaf()
 
     def _deaf(self) -> frozenset[int]:
-        """Ranks whose sends and receives no dump would hold: those on gloo, which records collectives only, unless these
-        dumps show that it records more.
+        """Ranks whose sends and receives no dump would hold: those on gloo, which records collectives only, unless
+        these dumps show that it records more.
         """
         found = set()
         for rank, dump in self.dumps.items():

@@ -88,9 +88,9 @@ def _fields(raw: Any) -> tuple[Any, ...]:
     get = raw.get
     return (
         raw["profiling_name"], raw["process_group"], raw["state"], get("is_p2p"), get("retired"), get("input_sizes"),
-        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), get("timeout_ms"), raw["record_id"], get("pg_id"),
-        get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"), get("time_discovered_started_ns"),
-        get("time_discovered_completed_ns"),
+        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), get("timeout_ms"), raw["record_id"],
+        get("pg_id"), get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"),
+        get("time_discovered_started_ns"), get("time_discovered_completed_ns"),
     )  # fmt: skip
 
 
