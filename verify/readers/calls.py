@@ -120,6 +120,13 @@ class Patience(NamedTuple):
 NO_CALL_OPEN: Final = Patience()
 
 
+class Moment(NamedTuple):
+    """When a process made a record, ns since 1970 by its host's clock."""
+
+    record: int
+    created_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Dump:
     """What one process recorded. rank: where the dump itself says. groups: (name, description) -> members, if listed.
@@ -130,7 +137,7 @@ class Dump:
     odd: names of operations that are damaged; their calls have none. mark: equal for copies of a file. again: groups
     that the process made anew after it had destroyed them -> how often; only the calls since then are here. mixed:
     groups of which a collective says that transfers came before it, seen here or not. patience: of the calls that are
-    open.
+    open. moments: when some records were made, the first and the last among them.
     """
 
     path: Path
@@ -150,6 +157,7 @@ class Dump:
     again: Mapping[Name, int] = field(default_factory=dict)
     mixed: frozenset[Name] = frozenset()
     patience: Patience = NO_CALL_OPEN
+    moments: tuple[Moment, ...] = ()
 
 
 def batch_of(entries: Sequence[Call]) -> Batch:

@@ -24,6 +24,7 @@ from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
 from verify.readers.found import Found, Named
+from verify.readers.lives import newest
 from verify.readers.membership import damaged, resolve
 from verify.readers.transfers import Transfers, ends_of
 
@@ -120,18 +121,7 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         # A copy of a dump tells the same once.
         if not any(dump.mark == other.mark for other in mine):
             mine.append(dump)
-    newest: dict[int, Dump] = {}
-    for rank, mine in sorted(found.items()):
-        *others, newest[rank] = sorted(mine, key=_age)
-        if others:
-            names = ", ".join(dump.path.name for dump in others[:3]) + f" and {len(others) - 3} more" * (
-                len(others) > 3
-            )
-            unknown.append(
-                f"{len(mine)} dumps of rank {rank}: {newest[rank].path.name}, which saw the latest call, is used,"
-                f" without {names}"
-            )
-    return [Mine(rank, newest[rank]) for rank in newest], unknown
+    return [Mine(rank, dump) for rank, dump in newest(found, unknown).items()], unknown
 
 
 def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
@@ -160,10 +150,6 @@ def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
             dump = replace(dump, columns={key: column for key, column in dump.columns.items() if key[0] not in used})
         kept.append(Mine(rank, dump))
     return kept
-
-
-def _age(dump: Dump) -> tuple[int, int, str]:
-    return dump.moved_ns, dump.entries, str(dump.path)
 
 
 class _Job:

@@ -27,6 +27,7 @@ from verify.readers.calls import (
     Call,
     Column,
     Dump,
+    Moment,
     Patience,
     batch_of,
     call_of,
@@ -55,6 +56,8 @@ LATEST: Final = 1 << 62
 """Sequence numbers end below it."""
 DEEPEST: Final = 128
 """Frames of a stack that are looked at."""
+EVERY: Final = 256
+"""Of so many records, it is kept when one was made."""
 KEPT: Final = 100_000
 """Calls that a decoder remembers."""
 FIELDS: Final = itemgetter(
@@ -67,7 +70,7 @@ FIELDS: Final = itemgetter(
 
 class _Entries(NamedTuple):
     """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
-    process-local identifier. again: groups that were made anew -> how often. mixed, patience: as in `Dump`.
+    process-local identifier. again: groups that were made anew -> how often. mixed, patience, moments: as in `Dump`.
     """
 
     calls: list[Call]
@@ -79,6 +82,7 @@ class _Entries(NamedTuple):
     odd: tuple[str, ...]
     mixed: frozenset[Name]
     patience: Patience
+    moments: tuple[Moment, ...]
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -162,7 +166,7 @@ class Decoder:
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, many, entries.moved_ns,
                 entries.whole, entries.odd, mark,
-                entries.again, entries.mixed, entries.patience,
+                entries.again, entries.mixed, entries.patience, entries.moments,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
@@ -178,6 +182,7 @@ class Decoder:
         ids: dict[Name, Any] = {}
         mixed: set[Name] = set()
         numbers: list[int] = []
+        made: list[int] = []
         moved = 0
         due: list[int] = []
         """When the open calls will have waited for as long as they may."""
@@ -210,21 +215,23 @@ class Decoder:
             calls.append(call)
             seqs.append(seq)
             ids[call.group] = pg_id
-            if not call.done and call.timeout_ms is not None and (at_ns := number(created)) > 0:
-                due.append(at_ns + call.timeout_ms * 1_000_000)
+            made.append(created if type(created) is int else number(created))
+            if not call.done and call.timeout_ms is not None and made[-1] > 0:
+                due.append(made[-1] + call.timeout_ms * 1_000_000)
             numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
                     moved = time
         distinct, lives = list({id(call): call for call in calls}.values()), set(numbers)
         if repeated is not None:
-            records, seqs, latest = _spread(path, repeated, records, calls, seqs)
+            records, seqs, made, latest = _spread(path, repeated, records, calls, seqs, made)
             moved = max(moved, latest)
             calls = [calls[like] for like in repeated.order]
             numbers = [numbers[like] for like in repeated.order]
         if any(map(int.__gt__, records, records[1:])):
             order = sorted(range(len(records)), key=records.__getitem__)
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
+            records, made = [records[at] for at in order], [made[at] for at in order]
             numbers = [numbers[at] for at in order]
         again: dict[Name, int] = {}
         if len({number(each, -1) for each in ids.values()}) < len(lives):
@@ -239,6 +246,7 @@ class Decoder:
                 max((call.timeout_ms or 0 for call in distinct if not call.done), default=0),
                 min(due, default=LATEST) <= moved,
             ),
+            _moments(records, made),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
@@ -329,30 +337,44 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _spread(
-    path: Path, repeated: Thin, records: list[int], calls: list[Call], seqs: list[int]
-) -> tuple[list[int], list[int], int]:
-    """Records and sequence numbers of all entries, from those of the ones left; the latest time of the others."""
+    path: Path, repeated: Thin, records: list[int], calls: list[Call], seqs: list[int], made: list[int]
+) -> tuple[list[int], list[int], list[int], int]:
+    """Records, sequence numbers and times of all entries, from those of the ones left; the latest of the others."""
     plans = {
-        like: (plan.record, plan.transfer if calls[like].transfer else plan.collective, plan.times)
+        like: (plan.record, plan.transfer if calls[like].transfer else plan.collective, plan.created, plan.times)
         for like, plan in repeated.plans.items()
     }
     all_records: list[int] = []
     all_seqs: list[int] = []
+    all_made: list[int] = []
     latest = 0
     for like, row in zip(repeated.order, repeated.rows, strict=True):
         if row is None:
             all_records.append(records[like])
             all_seqs.append(seqs[like])
+            all_made.append(made[like])
             continue
-        one, other, times = plans[like]
+        one, other, created, times = plans[like]
         all_records.append(records[like] if one is None else row[one])
         all_seqs.append(seqs[like] if other is None else row[other])
+        all_made.append(made[like] if created is None else row[created])
         for time in times:
             if row[time] > latest:
                 latest = row[time]
     if all_seqs and not 0 <= min(all_seqs) <= max(all_seqs) < LATEST:
         raise Damaged(f"{path}: an entry has no sequence number: dump it again, or leave it out")
-    return all_records, all_seqs, latest
+    return all_records, all_seqs, all_made, latest
+
+
+def _moments(records: Sequence[int], made: Sequence[int]) -> tuple[Moment, ...]:
+    """The first and the last that tell when they were made, and one of EVERY. records: in their order."""
+    if not records:
+        return ()
+    some = range(-records[0] % EVERY, len(records), EVERY)
+    if any(records[at] % EVERY for at in some):
+        some = range(0)  # there are gaps
+    places = sorted({0, *some, len(records) - 1})
+    return tuple(Moment(records[at], made[at]) for at in places if made[at] > 0)
 
 
 def _plain(path: Path, shapes: Shapes) -> tuple[Any, bytes, Thin | None]:

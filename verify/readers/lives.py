@@ -1,0 +1,132 @@
+"""Which of several dumps of one rank count, and which dumps are of another job, or of one that was started again since.
+
+A process numbers its records and notes when it made each: two dumps in which one record has two times, or times do not
+grow with the records, are of two processes. Of two that ran one after the other the later one counts, and other ranks'
+dumps of before are left out with it. Two that ran at the same time are ranks of two jobs: nothing tells whose dumps the
+other ranks' are, unless folders or names do.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kernel.errors import UsageError
+from verify.readers.jobs import APART_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from verify.readers.calls import Dump
+
+SECOND: Final = 1_000_000_000
+STEP: Final = 60 * SECOND
+"""A clock that is set may go back by so much."""
+
+
+class Life(NamedTuple):
+    """From the first to the last time in a dump. whole: nothing was recorded before."""
+
+    first_ns: int
+    last_ns: int
+    whole: bool
+
+
+def life_of(dump: Dump) -> Life | None:
+    """None where it tells no time."""
+    return Life(dump.moments[0].created_ns, dump.moved_ns, dump.whole) if dump.moments else None
+
+
+def newest(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> dict[int, Dump]:
+    """Of each rank the dump that saw the latest call, without those of an earlier run; a line in `unknown` for what is
+    left out. Raises UsageError, one line, for dumps of two jobs.
+    """
+    apart = [
+        (rank, one, other)
+        for rank, mine in sorted(found.items())
+        for one, other in combinations(mine, 2)
+        if two_processes(one, other)
+    ]
+    restarts: list[tuple[Life, Life]] = []
+    for rank, *both in apart:
+        early, late = sorted(both, key=_age)
+        before, after = life_of(early), life_of(late)
+        if before is None or after is None or before.last_ns >= after.first_ns:
+            raise _two_jobs(rank, both[0], both[1], [(rank, each) for rank, mine in found.items() for each in mine])
+        restarts.append((before, after))
+    kept: dict[int, Dump] = {}
+    for rank, mine in sorted(found.items()):
+        *others, kept[rank] = sorted(mine, key=_age)
+        if others:
+            names = ", ".join(dump.path.name for dump in others[:3]) + f" and {len(others) - 3} more" * (
+                len(others) > 3
+            )
+            unknown.append(
+                f"{len(mine)} dumps of rank {rank}: {kept[rank].path.name}, which saw the latest call, is used,"
+                f" without {names}"
+            )
+    stale = {rank: why for rank, dump in kept.items() if (why := _stale(dump, restarts, kept.values()))}
+    for rank, why in stale.items():
+        unknown.append(f"{kept[rank].path.name}: not used: it is of an earlier run: {why}")
+    return {rank: dump for rank, dump in kept.items() if rank not in stale}
+
+
+def two_processes(one: Dump, other: Dump) -> bool:
+    """Whether two dumps of one rank cannot be of one process. Each backend has records of its own."""
+    if not _backends(one) & _backends(other):
+        return False
+    moments = sorted({*one.moments, *other.moments})
+    return any(
+        now.record == then.record or now.created_ns + STEP < then.created_ns for then, now in pairwise(moments)
+    )
+
+
+def _backends(dump: Dump) -> set[str]:
+    kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
+    return {dump.batches[kind].backend for kind in kinds}
+
+
+def _stale(dump: Dump, restarts: Iterable[tuple[Life, Life]], others: Iterable[Dump]) -> str:
+    """Why a dump is of a run before that of the others; "" where it may be of the same."""
+    life = life_of(dump)
+    if life is None:
+        return ""
+    for before, after in restarts:
+        if life.first_ns <= before.last_ns and life.last_ns < after.first_ns:
+            return "another rank was started again since"
+    for each in others:
+        late = life_of(each)
+        if late is not None and late.whole and (gap := (late.first_ns - life.last_ns) / SECOND) > APART_S:
+            return f"it ends {gap:.0f} s before {each.path.name} begins"
+    return ""
+
+
+def _two_jobs(rank: int, one: Dump, other: Dump, everything: Sequence[tuple[int, Dump]]) -> UsageError:
+    """The line that says so, with a command for each job where folders, or names without the rank, part them."""
+    both = f"{one.path} and {other.path} are of two processes that ran at the same time, and both named for rank {rank}"
+    what = f"{both}: if that is within a host, name them for their ranks in the job; if they are of two jobs"
+    folders = {str(dump.path.parent) for _, dump in everything}
+    for label in (lambda _, dump: str(dump.path.parent), _pattern):
+        parts: dict[str, list[int]] = {}
+        for each, dump in everything:
+            parts.setdefault(label(each, dump), []).append(each)
+        alike = {tuple(sorted(ranks)) for ranks in parts.values()}
+        if len(parts) > 1 and all(len(set(ranks)) == len(ranks) for ranks in parts.values()) and len(alike) == 1:
+            commands = "; ".join(f"`turnstile hang {part}`" for part in sorted(parts))
+            return UsageError(f"{what}, look at one at a time: {commands}")
+    where = "folder" if len(folders) == 1 else "folders"
+    return UsageError(f"{what}, sort the dumps in the {where} by job, and name those of one")
+
+
+def _pattern(rank: int, dump: Dump) -> str:
+    """A file's name with a star for its rank, the last number that is equal to it."""
+    places = [each for each in re.finditer(r"\d+", dump.path.name) if int(each[0]) == rank]
+    if not places:
+        return str(dump.path)
+    start, end = places[-1].span()
+    return str(dump.path.parent / f"{dump.path.name[:start]}*{dump.path.name[end:]}")
+
+
+def _age(dump: Dump) -> tuple[int, int, str]:
+    return dump.moved_ns, dump.entries, str(dump.path)
