@@ -224,14 +224,15 @@ class Decoder:
                     moved = time
         distinct, lives = list({id(call): call for call in calls}.values()), set(numbers)
         if repeated is not None:
-            records, seqs, made, latest = _spread(path, repeated, records, calls, seqs, made)
+            records, seqs, latest = _spread(path, repeated, records, calls, seqs)
             moved = max(moved, latest)
             calls = [calls[like] for like in repeated.order]
             numbers = [numbers[like] for like in repeated.order]
+        places: Sequence[int] = range(len(records))
         if any(map(int.__gt__, records, records[1:])):
             order = sorted(range(len(records)), key=records.__getitem__)
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
-            records, made = [records[at] for at in order], [made[at] for at in order]
+            records, places = [records[at] for at in order], order
             numbers = [numbers[at] for at in order]
         again: dict[Name, int] = {}
         if len({number(each, -1) for each in ids.values()}) < len(lives):
@@ -246,7 +247,7 @@ class Decoder:
                 max((call.timeout_ms or 0 for call in distinct if not call.done), default=0),
                 min(due, default=LATEST) <= moved,
             ),
-            _moments(records, made),
+            _moments(records, places, made, repeated),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
@@ -337,44 +338,56 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _spread(
-    path: Path, repeated: Thin, records: list[int], calls: list[Call], seqs: list[int], made: list[int]
-) -> tuple[list[int], list[int], list[int], int]:
-    """Records, sequence numbers and times of all entries, from those of the ones left; the latest of the others."""
+    path: Path, repeated: Thin, records: list[int], calls: list[Call], seqs: list[int]
+) -> tuple[list[int], list[int], int]:
+    """Records and sequence numbers of all entries, from those of the ones left; the latest time of the others."""
     plans = {
-        like: (plan.record, plan.transfer if calls[like].transfer else plan.collective, plan.created, plan.times)
+        like: (plan.record, plan.transfer if calls[like].transfer else plan.collective, plan.times)
         for like, plan in repeated.plans.items()
     }
     all_records: list[int] = []
     all_seqs: list[int] = []
-    all_made: list[int] = []
     latest = 0
     for like, row in zip(repeated.order, repeated.rows, strict=True):
         if row is None:
             all_records.append(records[like])
             all_seqs.append(seqs[like])
-            all_made.append(made[like])
             continue
-        one, other, created, times = plans[like]
+        one, other, times = plans[like]
         all_records.append(records[like] if one is None else row[one])
         all_seqs.append(seqs[like] if other is None else row[other])
-        all_made.append(made[like] if created is None else row[created])
         for time in times:
             if row[time] > latest:
                 latest = row[time]
     if all_seqs and not 0 <= min(all_seqs) <= max(all_seqs) < LATEST:
         raise Damaged(f"{path}: an entry has no sequence number: dump it again, or leave it out")
-    return all_records, all_seqs, all_made, latest
+    return all_records, all_seqs, latest
 
 
-def _moments(records: Sequence[int], made: Sequence[int]) -> tuple[Moment, ...]:
-    """The first and the last that tell when they were made, and one of EVERY. records: in their order."""
+def _moments(
+    records: Sequence[int], places: Sequence[int], made: Sequence[int], repeated: Thin | None
+) -> tuple[Moment, ...]:
+    """The first and the last record, and one of EVERY, where it is told when they were made.
+
+    records: in their order. places: theirs among the entries. made: of the entries that are left, if any were left out.
+    """
     if not records:
         return ()
     some = range(-records[0] % EVERY, len(records), EVERY)
     if any(records[at] % EVERY for at in some):
         some = range(0)  # there are gaps
-    places = sorted({0, *some, len(records) - 1})
-    return tuple(Moment(records[at], made[at]) for at in places if made[at] > 0)
+    found = []
+    for at in sorted({0, *some, len(records) - 1}):
+        place = places[at]
+        if repeated is None:
+            when = made[place]
+        else:
+            like, row = repeated.order[place], repeated.rows[place]
+            column = repeated.plans[like].created if row is not None else None
+            when = made[like] if row is None or column is None else row[column]
+        if when > 0:
+            found.append(Moment(records[at], when))
+    return tuple(found)
 
 
 def _plain(path: Path, shapes: Shapes) -> tuple[Any, bytes, Thin | None]:
