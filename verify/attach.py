@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from kernel.errors import UsageError
 from kernel.record import read
 from verify import words
-from verify.events import Confidence, Event, Kind, Site, State
+from verify.events import KERNEL, Confidence, Event, Kind, Site, State
 from verify.jobs import launcher_of, refuse_records, refuse_several
 from verify.lineage import is_python, only_ranks
 from verify.readers import stacks
@@ -278,7 +278,7 @@ def _kernel_frame(pid: int, stack: Stack) -> tuple[Site, ...]:
     if stack.thread != "MainThread":
         return ()
     wait = _read(Path(f"/proc/{pid}/wchan"))
-    return (Site("[kernel]", 0, wait),) if wait and wait != "0" else ()
+    return (Site(KERNEL, 0, wait),) if wait and wait != "0" else ()
 
 
 def _proc_stacks(pid: int, rank: int | None) -> list[Stack]:
@@ -295,7 +295,7 @@ def _proc_stacks(pid: int, rank: int | None) -> list[Stack]:
         state = state.rpartition(")")[2].split()[0] if ")" in state else ""
         where = wait if wait and wait != "0" else {"R": "running", "D": "uninterruptible sleep"}.get(state, "asleep")
         label = "MainThread" if thread == pid else name or str(thread)
-        found.append(Stack(rank, label, (Site("[kernel]", 0, where),), pid))
+        found.append(Stack(rank, label, (Site(KERNEL, 0, where),), pid))
     return found
 
 

@@ -116,12 +116,14 @@ def _standing(calling: dict[int, Place]) -> str:
 
 
 def _alone(calling: dict[int, Place]) -> str:
-    """The one rank that stands apart where all others stand at one place: where to look first, and no proof."""
+    """The one rank that stands apart where all others stand at one place. It may be right: where a call ends for one
+    member alone, as a broadcast with another root, the odd one is among those that still wait.
+    """
     lines: dict[tuple[str, object], list[int]] = {}
     for rank, place in calling.items():
         lines.setdefault((place.what, place.site), []).append(rank)
     few, most = sorted(lines.values(), key=len)[:: len(lines) - 1] if len(lines) == 2 else ([], [])
-    return f"; rank {few[0]} is the odd one: look there first" if len(few) == 1 < len(most) else ""
+    return f"; rank {few[0]} alone may be ahead of the others, or behind" if len(few) == 1 < len(most) else ""
 
 
 def _elsewhere(others: dict[int, Place]) -> str:

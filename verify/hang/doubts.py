@@ -150,9 +150,15 @@ def a_wait_is_unknown(case: Case) -> Verdict | None:
     waiting = case.hosts(Standing.UNKNOWN)
     if not waiting:
         return None
-    who = words.ranks(host.rank for host in waiting)
-    plural = "" if len(waiting) > 1 else "s"
-    return case.verdict.undecided(f"what {who} wait{plural} for is not in the evidence{words.at(waiting[0].event)}")
+    who = {host.rank for host in waiting}
+    verb = "waits" if len(who) == 1 else "wait"
+    calls = [place for rank in sorted(who) if (place := case.where.get(rank)) is not None and place.at is At.COLLECTIVE]
+    if len(calls) == len(who):
+        # A call that no dump or record shows, as a recv on gloo.
+        lines = "; ".join(dict.fromkeys(f"{place.what} at {place.site}" for place in calls[:2]))
+        return case.verdict.undecided(f"{words.ranks(who)} {verb} in {lines}, and for whom is not in the evidence")
+    where = words.at(waiting[0].event)
+    return case.verdict.undecided(f"what {words.ranks(who)} {verb} for{where} is not in the evidence")
 
 
 def a_rank_is_gone(case: Case) -> Verdict | None:

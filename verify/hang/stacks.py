@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from verify.events import Communicator, Confidence, Event, Kind, Site, State
+from verify.events import KERNEL, Communicator, Confidence, Event, Kind, Site, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -102,8 +102,6 @@ LOCK: Final = re.compile(r"^(lock_)?PyThread_acquire_lock|^acquire_timed$|^rlock
 WITH: Final = re.compile(r"^with\s+(?P<name>[\w.\[\]'\"]+)\s*:\s*(pass\b|\.\.\.)?\s*(#.*)?$")
 """Entering what a name stands for: where that is in C and leaves no frame, the thread waits in the entering itself."""
 LOCKLIKE: Final = re.compile(r"(lock|mutex|semaphore)s?\b|\bsem\b", re.IGNORECASE)
-KERNEL: Final = "[kernel]"
-"""The file of a frame that says where Linux keeps the thread (/proc/PID/wchan)."""
 AWAKE: Final = frozenset({"running", "0", ""})
 KERNEL_WAITS: Final = tuple(
     (re.compile(pattern), what)
