@@ -51,7 +51,7 @@ def weighed(case: Case) -> Verdict:
     if verdict.certainty is not Certainty.UNDECIDED:
         return verdict
     # What is not decided blames nobody, and what to do about it is to find out.
-    return replace(verdict, ranks=(), fix=words.DECIDE if verdict.fix else "")
+    return replace(verdict, ranks=(), fix=words.DECIDE)
 
 
 # -- a member that never arrived, and of which nothing is known ------------------------------------------------------
@@ -192,6 +192,8 @@ def no_call_is_in_it(case: Case) -> Verdict | None:
     if any(event.calls for event in case.found.events):
         return None
     what = "no call, and stacks alone do not show that calls meet" if case.found.stacks else "no call and no stack"
+    if case.found.present and not case.found.stacks:
+        what += f" of {words.ranks(case.found.present)}: none was made, or none that is recorded"
     return case.verdict.undecided(f"the evidence holds {what}")
 
 
@@ -233,6 +235,9 @@ def nobody_waits(case: Case) -> Verdict | None:
     if inside:
         call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].site}, which the record does not show"
         return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
+    if not any(event.calls for event in case.found.events):
+        # Stacks show neither what is open nor what other threads wait for.
+        return Verdict(Class.NONE).undecided(f"no stack stands in a call; {who} in {what}")
     none = "no call that is open lacks a member" if case.open_ranks else "no call is open"
     return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")
 
@@ -271,7 +276,9 @@ def it_may_be_late(case: Case) -> Verdict | None:
     condition = f"{words.ranks(late)} {'does' if len(late) == 1 else 'do'} not come after all"
     if verdict.condition:
         condition = f"{verdict.condition}, and {condition}"
-    return replace(verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE)
+    return replace(
+        verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE, say=verdict.plain
+    )  # fmt: skip
 
 
 def it_may_be_through(case: Case) -> Verdict | None:

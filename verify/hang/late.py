@@ -75,6 +75,13 @@ def dumps_and_stacks_are_of_two_moments(case: Case) -> Verdict | None:
     if verdict.cls is not Class.CYCLE or verdict.certainty is not Certainty.CERTAIN:
         return None
     ring = {node for node in case.core if node[0] == "host"}
+    joined = [
+        f"the main thread of rank {rank} waits for its thread {place.thread}"
+        for rank, place in sorted(case.where.items())
+        if place.thread and rank not in case.known and ("host", rank, "") in ring
+    ]
+    if joined:
+        return verdict.only_if(" and ".join(joined))
     loose = {
         host.rank
         for host in case.situation.hosts
