@@ -96,11 +96,16 @@ def test_a_place_in_the_kernel_is_told_in_words() -> None:
     assert "poll_schedule_timeout in the kernel" in told
 
 
-@pytest.mark.parametrize("threads", [("", "saver"), ("",)])
-def test_what_one_rank_waits_for_is_told_of_one_rank(threads: tuple[str, ...]) -> None:
-    events = tuple(Event(1, Kind.WAIT, streams=("s",), thread=thread) for thread in threads)
-    told = read(diagnose_found(Found("record", events, frozenset({0, 1}), frozenset({0, 1}))))
-    assert "what rank 1 waits for" in told
+@pytest.mark.parametrize(
+    ("threads", "ranks", "said"),
+    [(("", "saver"), (1,), "what rank 1 waits for is"), (("",), (1,), "what rank 1 waits for is"),
+     (("",), (0, 1), "what ranks 0 and 1 wait for is")],
+)  # fmt: skip
+def test_who_waits_for_what_is_not_known_is_told_by_rank(
+    threads: tuple[str, ...], ranks: tuple[int, ...], said: str
+) -> None:
+    events = tuple(Event(rank, Kind.WAIT, streams=("s",), thread=thread) for rank in ranks for thread in threads)
+    assert said in read(diagnose_found(Found("record", events, frozenset({0, 1}), frozenset({0, 1}))))
 
 
 def joined(call: Site, thread: str = "trainer") -> tuple[Stack, ...]:

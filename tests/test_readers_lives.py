@@ -121,3 +121,33 @@ def test_a_copy_and_a_dump_of_another_backend_are_no_other_process(tmp_path: Pat
     save(tmp_path / "host", host)
     found = diagnose_found(gather([tmp_path, tmp_path / "copy", tmp_path / "host"]))
     assert found.verdict.ranks == (1,)
+
+
+SPIED = """Process {pid}: python train.py
+Python v3.12.1 (/usr/bin/python3.12)
+
+Thread {pid} (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:3252)
+    step (train.py:{line})
+"""
+
+
+def spied(folder: Path, name: str, pid: int, line: int = 7) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(SPIED.format(pid=pid, line=line))
+    return folder
+
+
+def test_stacks_of_two_processes_of_one_rank_are_refused(tmp_path: Path) -> None:
+    folders = [spied(tmp_path / name, "rank0.txt", pid) for name, pid in (("one", 71), ("other", 72))]
+    with pytest.raises(UsageError, match="pid 71 and 72, both of rank 0: name those of one job"):
+        gather(folders)
+
+
+def test_a_rank_that_stands_elsewhere_at_a_second_look_runs(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        spied(tmp_path / "early", f"rank{rank}.txt", 71 + rank)
+        spied(tmp_path / "late", f"rank{rank}.txt", 71 + rank, line=7 + rank)
+    found = diagnose_found(gather([tmp_path / "early", tmp_path / "late"]))
+    assert found.code == 3
+    assert "rank 1 runs at train.py:7 in step" in found.verdict.say

@@ -154,7 +154,8 @@ def places(
         if rank not in recorded and place.at is At.OUTSIDE and JOINS.search(place.what):
             others = [replace(_place(rank, other), thread=other.thread) for other in each if other is not main]
             place = next((other for other in others if other.at in (At.COLLECTIVE, At.CALL)), place)
-        if rank in lively or (main.awake and place.at is At.OUTSIDE):
+        looks = {stack.frames for stack in each if stack.pid == main.pid is not None and stack.thread == main.thread}
+        if rank in lively or (main.awake and place.at is At.OUTSIDE) or len(looks) > 1:
             place = replace(place, at=At.RUNNING)
         found[rank] = place
     return found
