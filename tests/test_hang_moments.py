@@ -17,6 +17,8 @@ from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import Diagnosis, diagnose_found
 from verify.hang.text import as_text
+from verify.readers.calls import Patience
+from verify.readers.flight_recorder import decode
 from verify.readers.found import Found, Stack
 from verify.readers.gather import gather, merge
 
@@ -82,6 +84,22 @@ def test_a_call_that_outlasted_its_timeout_makes_it_certain(
     assert found.verdict.certainty is (Certainty.CERTAIN if certain else Certainty.CONDITIONAL)
     told = " ".join(as_text(found).split())
     assert ("dump again, or look for timeouts in the logs" in told) is not certain
+
+
+@pytest.mark.parametrize("calls", [3, 300])
+@pytest.mark.parametrize("done", [True, False])
+def test_what_a_coalesced_group_holds_does_not_wait_by_itself(calls: int, done: bool, tmp_path: Path) -> None:
+    """Flight Recorder never sets the state of the single transfers: they look open for ever."""
+    ranks = recorders(2, TWO)
+    for rank in ranks:
+        for n in range(calls):
+            at = {"time_created_ns": START + n * SECOND * 10, "timeout_ms": 30_000}
+            for name in (f"send {rank.rank}->{1 - rank.rank}", f"recv {rank.rank}<-{1 - rank.rank}"):
+                rank.call("0", name, state="scheduled", retired=False, same=name.startswith("recv"), **at)
+            state = "completed" if done or n else "scheduled"
+            rank.call("0", "coalesced", state=state, retired=state == "completed", same=True, is_p2p=True, **at)
+    late = decode(save(tmp_path, ranks) / "dump_rank_0").patience
+    assert late == (Patience() if done else Patience(30_000, over=calls > 3))
 
 
 def test_the_condition_names_the_timeout_and_what_to_look_at(tmp_path: Path) -> None:

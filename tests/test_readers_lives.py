@@ -4,6 +4,7 @@ of two jobs are refused with a command for each.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kernel.errors import UsageError
 from tests.fr_dumps import Recorder, recorders, save
 from tests.healthy import SECOND, START
-from verify.blame import Class
+from verify.blame import Certainty, Class
 from verify.hang.diagnosis import diagnose_found
 from verify.readers.flight_recorder import decode
 from verify.readers.gather import gather
@@ -61,9 +62,11 @@ def test_dumps_of_one_process_are_known_and_those_of_two_are_not_taken_for_it(
 
 
 @pytest.mark.parametrize("by", ["folder", "name"])
-def test_dumps_of_two_jobs_at_once_are_refused_with_a_command_for_each(by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [SECOND // 3, 300 * SECOND])
+def test_dumps_of_two_jobs_are_refused_with_a_command_for_each(by: str, apart: int, tmp_path: Path) -> None:
+    """One may have stood still before the other began: what both have recorded does not tell that it ran on."""
     places = []
-    for n, start in enumerate((START, START + SECOND // 3)):
+    for n, start in enumerate((START, START + apart)):
         folder = tmp_path / (str(n) if by == "folder" else "all")
         name = "dump_rank_{}" if by == "folder" else f"job{n}_rank{{}}"
         save(folder, job(start, 300, late=1), name=name)
@@ -88,6 +91,8 @@ def test_what_no_name_parts_is_refused_without_a_command(tmp_path: Path) -> None
 def test_a_dump_of_before_a_restart_blames_nobody(whole: bool, tmp_path: Path) -> None:
     """Rank 1 has left a dump of the first life only: that it lacks the calls of the second one means nothing."""
     save(tmp_path, job(START, 30), name="first_rank{}")
+    for file in tmp_path.iterdir():
+        os.utime(file, ns=(START + 60 * SECOND, START + 60 * SECOND))
     again = job(START + 90 * SECOND, 8, late=1)
     if not whole:
         again[0].entries = again[0].entries[-3:]
@@ -104,10 +109,16 @@ def test_a_dump_of_before_a_restart_blames_nobody(whole: bool, tmp_path: Path) -
 @pytest.mark.parametrize("hours", [0, 1])
 def test_a_dump_of_yesterday_beside_those_of_today_blames_nobody(hours: int, tmp_path: Path) -> None:
     """As a folder keeps it where the rank that is stuck now has written none. Ranks may start minutes apart."""
-    save(tmp_path, job(START, 5)[1:])
+    old = job(START, 5)[1:]
+    if not hours:
+        # It waits for the others, which have not begun: this may be.
+        for entry in old[0].entries:
+            entry |= {"state": "scheduled", "retired": False, "time_discovered_completed_ns": None}
+    save(tmp_path, old)
     save(tmp_path, job(START + 600 * SECOND + hours * 3600 * SECOND, 8, late=1)[:1])
     found = diagnose_found(gather([tmp_path]))
-    assert (found.code, found.verdict.ranks) == (3, ())
+    assert found.verdict.certainty is not Certainty.CERTAIN
+    assert not hours or (found.code, found.verdict.ranks) == (3, ())
     assert any("it ends" in line and "s before dump_rank_0 begins" in line for line in found.unknown) is bool(hours)
 
 
@@ -151,3 +162,21 @@ def test_a_rank_that_stands_elsewhere_at_a_second_look_runs(tmp_path: Path) -> N
     found = diagnose_found(gather([tmp_path / "early", tmp_path / "late"]))
     assert found.code == 3
     assert "rank 1 runs at train.py:7 in step" in found.verdict.say
+
+
+@pytest.mark.parametrize(("backend", "sure"), [("nccl", True), ("gloo", False)])
+def test_a_dump_that_ended_with_a_rank_before_that_began_is_of_an_earlier_run(
+    backend: str, sure: bool, tmp_path: Path
+) -> None:
+    """Rank 1's calls have ended, which they could not without rank 0. On gloo it is not recorded when they did."""
+    ranks = recorders(2, TWO, backend)
+    for rank, start in zip(ranks, (START + 300 * SECOND, START), strict=True):
+        for n in range(5):
+            rank.call("0", time_created_ns=start + n, time_discovered_completed_ns=start + n, retired=True)
+            if backend == "gloo":
+                rank.entries[-1] |= {"state": "scheduled", "time_discovered_completed_ns": None}
+    ranks[0].call("0", "all_gather", out=16, state="scheduled", retired=False, time_created_ns=START + 301 * SECOND)
+    ranks[1].call("0", time_created_ns=START + 5)
+    found = diagnose_found(gather([save(tmp_path, ranks)]))
+    assert any("it is of an earlier run" in line for line in found.unknown) is sure
+    assert (found.verdict.cls is Class.MISMATCH) is not sure

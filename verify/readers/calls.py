@@ -44,7 +44,7 @@ class Call:
     """An entry without its numbers and times. ends: group-relative (from, to) of a transfer.
 
     inputs, outputs: elements of each tensor. done: finished, as far as the recorder tells. odd: a damaged name of an
-    operation, in place of one. timeout_ms: after which its watchdog gives up, where known.
+    operation, in place of one. timeout_ms: after which the watchdog that waits for it gives up, where known.
     """
 
     group: Name
@@ -212,8 +212,9 @@ def call_of(raw: dict[str, Any], site: Site | None) -> Call:
     state = raw["state"]
     if state not in ("scheduled", "started", "completed"):
         raise ValueError(f"state {state[:20] if isinstance(state, str) else type(state).__name__}")
-    done = state == "completed" or (raw.get("retired") is True and backend == "gloo")
-    timeout = number(raw.get("timeout_ms"))
+    retired = raw.get("retired") is True
+    done = state == "completed" or (retired and backend == "gloo")
+    timeout = 0 if done or retired else number(raw.get("timeout_ms"))
     return Call(
         (text(group[0]), description(group[1] if len(group) > 1 else "")), text(backend),
         operation if odd is None else "", ends, ends is not None or raw.get("is_p2p") is True,

@@ -27,8 +27,6 @@ from verify.readers.calls import (
     Call,
     Column,
     Dump,
-    Moment,
-    Patience,
     batch_of,
     call_of,
     description,
@@ -37,6 +35,7 @@ from verify.readers.calls import (
     text,
 )
 from verify.readers.found import Damaged
+from verify.readers.moments import When, alike, moments_of, patience_of
 from verify.readers.repeats import thin
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verify.events import Site
-    from verify.readers.calls import Name
+    from verify.readers.calls import Moment, Name, Patience
     from verify.readers.found import Found
     from verify.readers.repeats import Shapes, Thin
 
@@ -56,8 +55,6 @@ LATEST: Final = 1 << 62
 """Sequence numbers end below it."""
 DEEPEST: Final = 128
 """Frames of a stack that are looked at."""
-EVERY: Final = 256
-"""Of so many records, it is kept when one was made."""
 KEPT: Final = 100_000
 """Calls that a decoder remembers."""
 FIELDS: Final = itemgetter(
@@ -126,10 +123,6 @@ def _made_again(calls: Sequence[Call], seqs: Sequence[int], numbers: Sequence[in
     return again, gone
 
 
-def _alike(one: Call, other: Call) -> bool:
-    return one is other or (one.group == other.group and one.transfer == other.transfer)
-
-
 def decode(path: Path) -> Dump:
     """The dump in a file. Raises UsageError, one line, for what is damaged, unsafe, too large or no dump."""
     return Decoder().decode(path)
@@ -184,8 +177,6 @@ class Decoder:
         numbers: list[int] = []
         made: list[int] = []
         moved = 0
-        due: list[int] = []
-        """When the open calls will have waited for as long as they may."""
         # By identity, while `raw` is alive: entries share their frames.
         known: dict[int, tuple[Site | None, bool]] = {}
         for at, each in enumerate(raw):
@@ -216,8 +207,6 @@ class Decoder:
             seqs.append(seq)
             ids[call.group] = pg_id
             made.append(created if type(created) is int else number(created))
-            if not call.done and call.timeout_ms is not None and made[-1] > 0:
-                due.append(made[-1] + call.timeout_ms * 1_000_000)
             numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
@@ -234,6 +223,8 @@ class Decoder:
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
             records, places = [records[at] for at in order], order
             numbers = [numbers[at] for at in order]
+        when = When(places, made, repeated)
+        patience = patience_of([call for call in distinct if call.timeout_ms is not None], calls, seqs, when, moved)
         again: dict[Name, int] = {}
         if len({number(each, -1) for each in ids.values()}) < len(lives):
             again, gone = _made_again(calls, seqs, numbers)
@@ -243,11 +234,7 @@ class Decoder:
         return _Entries(
             calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again,
             tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)), frozenset(mixed),
-            Patience(
-                max((call.timeout_ms or 0 for call in distinct if not call.done), default=0),
-                min(due, default=LATEST) <= moved,
-            ),
-            _moments(records, places, made, repeated),
+            patience, moments_of(records, when),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
@@ -273,7 +260,7 @@ class Decoder:
         before: Call | None = None
         joined: list[Call] = []
         for call, seq in zip(calls, seqs, strict=True):
-            if seq == last and before is not None and _alike(call, before):
+            if seq == last and before is not None and alike(call, before):
                 # It joins the batch before it, which is looked up once it is whole.
                 if not joined:
                     joined.append(before)
@@ -362,32 +349,6 @@ def _spread(
     if all_seqs and not 0 <= min(all_seqs) <= max(all_seqs) < LATEST:
         raise Damaged(f"{path}: an entry has no sequence number: dump it again, or leave it out")
     return all_records, all_seqs, latest
-
-
-def _moments(
-    records: Sequence[int], places: Sequence[int], made: Sequence[int], repeated: Thin | None
-) -> tuple[Moment, ...]:
-    """The first and the last record, and one of EVERY, where it is told when they were made.
-
-    records: in their order. places: theirs among the entries. made: of the entries that are left, if any were left out.
-    """
-    if not records:
-        return ()
-    some = range(-records[0] % EVERY, len(records), EVERY)
-    if any(records[at] % EVERY for at in some):
-        some = range(0)  # there are gaps
-    found = []
-    for at in sorted({0, *some, len(records) - 1}):
-        place = places[at]
-        if repeated is None:
-            when = made[place]
-        else:
-            like, row = repeated.order[place], repeated.rows[place]
-            column = repeated.plans[like].created if row is not None else None
-            when = made[like] if row is None or column is None else row[column]
-        if when > 0:
-            found.append(Moment(records[at], when))
-    return tuple(found)
 
 
 def _plain(path: Path, shapes: Shapes) -> tuple[Any, bytes, Thin | None]:

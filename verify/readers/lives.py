@@ -1,9 +1,9 @@
 """Which of several dumps of one rank count, and which dumps are of another job, or of one that was started again since.
 
 A process numbers its records and notes when it made each: two dumps in which one record has two times, or times do not
-grow with the records, are of two processes. Of two that ran one after the other the later one counts, and other ranks'
-dumps of before are left out with it. Two that ran at the same time are ranks of two jobs: nothing tells whose dumps the
-other ranks' are, unless folders or names do.
+grow with the records, are of two processes. Where one dump was written before the other process began, the later one
+counts, and other ranks' dumps of before are left out with it. Else they may be ranks of two jobs: nothing tells whose
+dumps the other ranks' are, unless folders or names do.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.errors import UsageError
+from verify.matching import JOINT
 from verify.readers.jobs import APART_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from verify.readers.calls import Dump
 
 SECOND: Final = 1_000_000_000
+SKEW_S: Final = 10.0
+"""By so much the clocks of two hosts may differ."""
 STEP: Final = 60 * SECOND
 """A clock that is set may go back by so much."""
 
@@ -52,7 +55,7 @@ def newest(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> dict[int,
     for rank, *both in apart:
         early, late = sorted(both, key=_age)
         before, after = life_of(early), life_of(late)
-        if before is None or after is None or before.last_ns >= after.first_ns:
+        if before is None or after is None or not _written_before(early, after):
             raise _two_jobs(rank, both[0], both[1], [(rank, each) for rank, mine in found.items() for each in mine])
         restarts.append((before, after))
     kept: dict[int, Dump] = {}
@@ -66,7 +69,10 @@ def newest(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> dict[int,
                 f"{len(mine)} dumps of rank {rank}: {kept[rank].path.name}, which saw the latest call, is used,"
                 f" without {names}"
             )
-    stale = {rank: why for rank, dump in kept.items() if (why := _stale(dump, restarts, kept.values()))}
+    begun = {rank: life for rank, dump in kept.items() if (life := life_of(dump)) is not None and life.whole}
+    latest = max((life.first_ns for life in begun.values()), default=0)
+    old = {rank: dump for rank, dump in kept.items() if restarts or dump.moved_ns < latest}
+    stale = {rank: why for rank, dump in old.items() if (why := _stale(dump, restarts, kept, begun))}
     for rank, why in stale.items():
         unknown.append(f"{kept[rank].path.name}: not used: it is of an earlier run: {why}")
     return {rank: dump for rank, dump in kept.items() if rank not in stale}
@@ -82,30 +88,53 @@ def two_processes(one: Dump, other: Dump) -> bool:
     )
 
 
+def _written_before(dump: Dump, life: Life) -> bool:
+    """Whether a file is as old as that: a copy may be younger than what it holds, and never older."""
+    try:
+        return dump.moved_ns < life.first_ns and dump.path.stat().st_mtime_ns < life.first_ns
+    except OSError:
+        return False
+
+
 def _backends(dump: Dump) -> set[str]:
     kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
     return {dump.batches[kind].backend for kind in kinds}
 
 
-def _stale(dump: Dump, restarts: Iterable[tuple[Life, Life]], others: Iterable[Dump]) -> str:
-    """Why a dump is of a run before that of the others; "" where it may be of the same."""
+def _stale(
+    dump: Dump, restarts: Sequence[tuple[Life, Life]], others: Mapping[int, Dump], begun: Mapping[int, Life]
+) -> str:
+    """Why a dump is of a run before that of the others; "" where it may be of the same. begun: of ranks whose dumps
+    hold their first call.
+    """
     life = life_of(dump)
     if life is None:
         return ""
     for before, after in restarts:
         if life.first_ns <= before.last_ns and life.last_ns < after.first_ns:
             return "another rank was started again since"
-    for each in others:
-        late = life_of(each)
-        if late is not None and late.whole and (gap := (late.first_ns - life.last_ns) / SECOND) > APART_S:
-            return f"it ends {gap:.0f} s before {each.path.name} begins"
+    for rank, late in begun.items():
+        gap = (late.first_ns - life.last_ns) / SECOND
+        if gap > APART_S or (gap > SKEW_S and _ended_with(dump, rank)):
+            return f"it ends {gap:.0f} s before {others[rank].path.name} begins"
     return ""
+
+
+def _ended_with(dump: Dump, rank: int) -> bool:
+    """Whether it shows that a collective has ended which cannot end without `rank`, and when."""
+    for (name, transfer), column in dump.columns.items():
+        if not transfer and rank in dump.groups.get(name, ()):
+            batches = (dump.batches[kind] for kind in set(column.kinds))
+            if any(each.done and each.backend == "nccl" and each.operation in JOINT for each in batches):
+                return True
+    return False
 
 
 def _two_jobs(rank: int, one: Dump, other: Dump, everything: Sequence[tuple[int, Dump]]) -> UsageError:
     """The line that says so, with a command for each job where folders, or names without the rank, part them."""
-    both = f"{one.path} and {other.path} are of two processes that ran at the same time, and both named for rank {rank}"
-    what = f"{both}: if that is within a host, name them for their ranks in the job; if they are of two jobs"
+    both = f"{one.path} and {other.path} are of two processes, and both named for rank {rank}"
+    within = "if that is within a host, name them for their ranks in the job"
+    what = f"{both}: {within}; if of two jobs, or two starts of one"
     folders = {str(dump.path.parent) for _, dump in everything}
     for label in (lambda _, dump: str(dump.path.parent), _pattern):
         parts: dict[str, list[int]] = {}
