@@ -267,10 +267,18 @@ def merge(found: Sequence[Found]) -> Found:
         idle=frozenset[int]().union(*(each.idle for each in found)),
         orphaned=any(each.orphaned for each in found),
         remarks=tuple(remark for each in found for remark in each.remarks),
-        doubt=next((each.doubt for each in found if each.doubt), ""),
+        doubt=_doubt(found),
         named=tuple(named for each in found for named in each.named),
         loose=tuple(named for each in found for named in each.loose),
         overdue=frozenset[int]().union(*(each.overdue for each in found)),
         timeout_s=max((each.timeout_s for each in found if each.timeout_s is not None), default=None),
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
+    )
+
+
+def _doubt(found: Sequence[Found]) -> str:
+    """Why not everything is seen, unless dumps or records of the same ranks show it."""
+    sure = [each for each in found if (each.named or each.whole) and not each.doubt]
+    return next(
+        (each.doubt for each in found if each.doubt and not any(each.present <= other.present for other in sure)), ""
     )
