@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.fr_dumps import Recorder
-from tests.stuck_jobs import GROUPS, NAMES, RANKS
+from tests.stuck_jobs import GROUPS, NAMES, OPS, RANKS, collective, transfer
 from verify.events import Site
+from verify.matching import Launch
 from verify.readers.found import Stack
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ SECOND = 1_000_000_000
 START = 1_700_000_000 * SECOND
 SYNC = "synchronize"
 """The host waits for all that it has called."""
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier")
 
 
 @dataclass
@@ -48,7 +48,7 @@ def program(chance: Random, length: int, pairs: bool) -> list[Op]:
             found.append(Op("", SYNC, tuple(range(RANKS)), True))
         else:
             group = chance.choice(NAMES)
-            found.append(Op(group, chance.choice(COLLECTIVES), GROUPS[group][1], bool(chance.randrange(2))))
+            found.append(Op(group, chance.choice(OPS), GROUPS[group][1], bool(chance.randrange(2))))
     return found
 
 
@@ -120,9 +120,10 @@ class Working:
         name = op.operation
         if op.peer is not None:
             name = f"send {rank}->{op.peer[1]}" if op.peer[0] == rank else f"recv {rank}<-{op.peer[0]}"
-        out = 8 * len(op.members) if op.operation == "all_gather" else 8
+        n = len(op.members)
+        taken, out = {"all_gather": (8, 8 * n), "reduce_scatter": (8 * n, 8)}.get(op.operation, (8, 8))
         recorder = self.recorders[rank]
-        recorder.call(op.group, name, out=out, state="scheduled", time_created_ns=self.now, retired=False)
+        recorder.call(op.group, name, size=taken, out=out, state="scheduled", time_created_ns=self.now, retired=False)
         self.entries.setdefault((rank, id(op)), []).append(len(recorder.entries) - 1)
 
     def dump(self, rank: int, keep: int | None, active: bool) -> Recorder:
@@ -133,6 +134,15 @@ class Working:
         if active:
             copy.entries = [each for each in copy.entries if each["state"] != "completed" and not each["retired"]]
         return copy
+
+    def launches(self, rank: int) -> list[Launch]:
+        """What a rank has called so far, and what it has seen end."""
+        found = []
+        for op in self.lanes[rank][: self.at[rank]]:
+            if op.operation != SYNC:
+                call = transfer(*op.peer)[rank] if op.peer is not None else collective(op.group, op.operation)[rank]
+                found.append(Launch(call, len(found), done=rank in op.ended))
+        return found
 
     def stack(self, rank: int) -> Stack:
         """Where its main thread stands: in the call that it waits for, else in the work of its own."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.evidence_files import nccl_lines, ras
 from tests.fr_dumps import Recorder, recorders, save
 from tests.healthy import SECOND, START, Working, program
-from tests.stuck_jobs import RANKS
+from tests.stuck_jobs import RANKS, Fault, Job
 from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import Diagnosis, diagnose_found
@@ -23,6 +24,7 @@ from verify.readers.found import Found, Stack
 from verify.readers.gather import gather, merge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from random import Random
 
@@ -61,6 +63,29 @@ def test_nothing_is_certain_of_a_job_that_works(
     assert answer.code == 1 or not answer.verdict.ranks
     if backend == "gloo" and stacks == "none":
         assert answer.code != 0
+
+
+@given(
+    chance=st.randoms(use_true_random=False), length=st.integers(1, 10), slow=st.none() | st.integers(0, RANKS - 1),
+    pairs=st.booleans(), apart=st.integers(0, 6), told=st.sampled_from([(nccl_lines,), (ras,), (nccl_lines, ras)]),
+)  # fmt: skip
+def test_nor_do_logs_of_launches_and_counters_show_anything_certain(
+    chance: Random, length: int, slow: int | None, pairs: bool, apart: int, told: tuple[Callable[..., None], ...],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    working = Working(chance, program(chance, length, pairs), "nccl", slow, swapped=True)
+    first = chance.randrange(4 * length)
+    when = [first + chance.randrange(apart + 1) for _ in range(RANKS)]
+    launches = {}
+    for now in range(max(when) + 1):
+        launches |= {rank: working.launches(rank) for rank in range(RANKS) if when[rank] == now}
+        working.step()
+    assume(ras in told or any(launches.values()))
+    folder = tmp_path_factory.mktemp("logs")
+    for write in told:
+        write(folder, Job(Fault.NONE, 0, "0", launches, {}), range(RANKS))
+    answer = diagnose_found(gather([folder]))
+    assert answer.code == 3 or answer.verdict.certainty is Certainty.CONDITIONAL, as_text(answer)
 
 
 def late(folder: Path, backend: str = "nccl", **more: int) -> Diagnosis:
