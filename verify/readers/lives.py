@@ -9,7 +9,7 @@ dumps the other ranks' are, unless folders or names do.
 from __future__ import annotations
 
 import re
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.errors import UsageError
@@ -17,7 +17,7 @@ from verify.matching import JOINT
 from verify.readers.jobs import APART_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from verify.readers.calls import Dump
 
@@ -45,18 +45,11 @@ def newest(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> dict[int,
     """Of each rank the dump that saw the latest call, without those of an earlier run; a line in `unknown` for what is
     left out. Raises UsageError, one line, for dumps of two jobs.
     """
-    apart = [
-        (rank, one, other)
-        for rank, mine in sorted(found.items())
-        for one, other in combinations(mine, 2)
-        if two_processes(one, other)
-    ]
     restarts: list[tuple[Life, Life]] = []
-    for rank, *both in apart:
-        early, late = sorted(both, key=_age)
+    for rank, early, late in _parted(found):
         before, after = life_of(early), life_of(late)
         if before is None or after is None or not _written_before(early, after):
-            raise _two_jobs(rank, both[0], both[1], [(rank, each) for rank, mine in found.items() for each in mine])
+            raise _two_jobs(rank, early, late, [(rank, each) for rank, mine in found.items() for each in mine])
         restarts.append((before, after))
     kept: dict[int, Dump] = {}
     for rank, mine in sorted(found.items()):
@@ -78,6 +71,18 @@ def newest(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> dict[int,
     return {rank: dump for rank, dump in kept.items() if rank not in stale}
 
 
+def _parted(found: Mapping[int, Sequence[Dump]]) -> Iterator[tuple[int, Dump, Dump]]:
+    """Ranks of which there are dumps of two processes, the earlier and the later, each compared with the one before."""
+    for rank, mine in sorted(found.items()):
+        if len(mine) < 2:
+            continue
+        alike: dict[frozenset[str], list[Dump]] = {}
+        for dump in sorted(mine, key=_age):
+            alike.setdefault(_backends(dump), []).append(dump)
+        for some in alike.values():
+            yield from ((rank, early, late) for early, late in pairwise(some) if two_processes(early, late))
+
+
 def two_processes(one: Dump, other: Dump) -> bool:
     """Whether two dumps of one rank cannot be of one process. Each backend has records of its own."""
     if not _backends(one) & _backends(other):
@@ -96,9 +101,9 @@ def _written_before(dump: Dump, life: Life) -> bool:
         return False
 
 
-def _backends(dump: Dump) -> set[str]:
+def _backends(dump: Dump) -> frozenset[str]:
     kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
-    return {dump.batches[kind].backend for kind in kinds}
+    return frozenset(dump.batches[kind].backend for kind in kinds)
 
 
 def _stale(
