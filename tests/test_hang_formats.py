@@ -74,6 +74,7 @@ FORMATS = {
         files.nccl_lines,
         {**MISSING, **MISMATCH, Fault.DTYPE: Class.MISMATCH, Fault.ROOT: Class.MISMATCH, Fault.CYCLE: Class.CYCLE,
          Fault.PAIR_CYCLE: Class.CYCLE, Fault.MIXED_CYCLE: Class.CYCLE, Fault.NO_SEND: Class.MISSING},
+        (Fault.EQUAL, Fault.STALL), settles=False,
     ),
     "ras": Format(
         files.ras, {**MISSING, Fault.OPERATION: Class.MISMATCH, Fault.CYCLE: Class.CYCLE}, pairs=False, settles=False

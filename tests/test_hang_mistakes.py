@@ -82,7 +82,7 @@ def test_a_transfer_that_rank_zero_never_sends(tmp_path: Path) -> None:
     for rank in ranks:
         rank.call("0")
     ranks[1].call("0", "recv 1<-0", state="scheduled")
-    assert told(answer(tmp_path, ranks)) == (1, "missing", "certain", (0,))
+    assert told(answer(tmp_path, ranks)) == (1, "missing", "conditional", (0,))
 
 
 def test_a_broadcast_that_is_done_on_its_root_blames_nobody(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_equal_calls_from_other_lines(tmp_path: Path) -> None:
     ("open_on", "line", "expected"),
     [
         ((), 7, (0, "none", "certain", ())),
-        ((0, 1, 2), 8, (1, "missing", "certain", (3,))),
-        ((0, 1, 2), 9, (1, "missing", "certain", (3,))),
+        ((0, 1, 2), 8, (1, "missing", "conditional", (3,))),
+        ((0, 1, 2), 9, (1, "missing", "conditional", (3,))),
         ((0, 1, 2, 3), 9, (3, "below", "undecided", ())),
     ],
     ids=["completed", "a member never comes", "nor to the lines that met", "all are in it"],
@@ -214,7 +214,8 @@ A2A = {"operation": "all_to_all", "size": 4}
 def test_pairs_of_calls(tmp_path: Path, first: dict[str, Any], second: dict[str, Any], cls: Class) -> None:
     found = pair(first, second)(tmp_path)
     assert found.verdict.cls is cls
-    assert found.verdict.certainty is Certainty.CERTAIN
+    # A device that has not finished may do so the next moment, as far as dumps tell.
+    assert found.verdict.certainty is (Certainty.CONDITIONAL if cls is Class.DEVICE_STALL else Certainty.CERTAIN)
 
 
 OPERATIONS = (
@@ -230,7 +231,9 @@ def test_every_operation_against_itself(tmp_path: Path, operation: str, backend:
     ranks = recorders(2, {"0": ("default_pg", (0, 1))}, backend)
     for rank in ranks:
         rank.call("0", operation)
-    assert told(answer(tmp_path, ranks)) == (0, "none", "certain", ())
+    # Flight Recorder on gloo holds no sends and receives, in which both may wait.
+    nothing_wrong = (3, "none", "undecided", ()) if backend == "gloo" else (0, "none", "certain", ())
+    assert told(answer(tmp_path, ranks)) == nothing_wrong
 
 
 def coalesced(rank: Recorder, *calls: tuple[str, int], end: str = "coalesced", state: str = "completed") -> None:
@@ -269,7 +272,7 @@ def test_groups_of_calls(tmp_path: Path) -> None:
     assert found.code == 3
     assert "rank 0 did not call" in found.verdict.say
     ranks[1].entries[-1]["state"] = "scheduled"
-    assert told(answer(tmp_path / "stuck", ranks)) == (1, "missing", "certain", (0,))
+    assert told(answer(tmp_path / "stuck", ranks)) == (1, "missing", "conditional", (0,))
 
 
 def test_sends_and_receives_of_a_batch(tmp_path: Path) -> None:
@@ -298,15 +301,15 @@ def test_sequence_numbers_as_text_and_json(tmp_path: Path) -> None:
             entry |= {key: str(entry[key]) for key in ("collective_seq_id", "p2p_seq_id", "op_id")}
     for as_json in (False, True):
         folder = write(tmp_path / str(as_json), dumps, as_json=as_json)
-        assert told(diagnose_found(gather([folder]))) == (1, "missing", "certain", (1,))
+        assert told(diagnose_found(gather([folder]))) == (1, "missing", "conditional", (1,))
 
 
 @pytest.mark.parametrize(
     ("operation", "backend", "expected"),
     [
         ("all_reduce", "nccl", (3, "undecided", ())),
-        ("broadcast", "nccl", (1, "certain", (2,))),
-        ("all_reduce", "gloo", (1, "certain", (2,))),
+        ("broadcast", "nccl", (1, "conditional", (2,))),
+        ("all_reduce", "gloo", (1, "conditional", (2,))),
     ],
 )
 @pytest.mark.parametrize("begun", [False, True])

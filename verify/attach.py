@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from kernel.errors import UsageError
 from kernel.record import read
 from verify import words
-from verify.events import Confidence, Event, Kind, Site, State
+from verify.events import KERNEL, Confidence, Event, Kind, Site, State
+from verify.jobs import launcher_of, refuse_records, refuse_several
 from verify.lineage import is_python, only_ranks
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
@@ -49,7 +50,8 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
     that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice. Records are read
     after that, so that a rank that has moved since is seen to have; and where one moved less than patience_s ago, again
     when it should have been silent for so long.
-    Raises UsageError, one line, for pids that are no processes, or where nothing at all may be read.
+    Raises UsageError, one line, for pids that are no processes, where nothing at all may be read, or for processes of
+    several jobs: the ranks of one would be taken for those of the other.
     """
     pids = list(dict.fromkeys(pids))
     here = [pid for pid in pids if runs(pid)]
@@ -60,6 +62,7 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
         raise UsageError(f"{what}: give the pids of ranks that run, or the directory of their record")
     unknown: list[str] = []
     here = only_ranks(here, {pid: rank_of(pid) for pid in here}, [pid for pid in here if _keeps_a_record(pid)])
+    refuse_several({pid: rank_of(pid) for pid in here}, {pid: environment(pid) for pid in here}, launcher_of)
     pids = [*here, *gone]
     worlds: set[int] = set()
     ranks: dict[int, int | None] = {}
@@ -127,6 +130,7 @@ def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict
                 unknown.append(f"pid {pid}: {error}")
                 continue
             if recording.rank in recordings and recordings[recording.rank].pid != recording.pid:
+                refuse_records(paths, {})
                 raise UsageError(f"pid {pid}: another one is rank {recording.rank} too: give the pids of one run")
             recordings[recording.rank] = recording
     refuse_two((each.path, each) for each in recordings.values())
@@ -274,7 +278,7 @@ def _kernel_frame(pid: int, stack: Stack) -> tuple[Site, ...]:
     if stack.thread != "MainThread":
         return ()
     wait = _read(Path(f"/proc/{pid}/wchan"))
-    return (Site("[kernel]", 0, wait),) if wait and wait != "0" else ()
+    return (Site(KERNEL, 0, wait),) if wait and wait != "0" else ()
 
 
 def _proc_stacks(pid: int, rank: int | None) -> list[Stack]:
@@ -291,7 +295,7 @@ def _proc_stacks(pid: int, rank: int | None) -> list[Stack]:
         state = state.rpartition(")")[2].split()[0] if ")" in state else ""
         where = wait if wait and wait != "0" else {"R": "running", "D": "uninterruptible sleep"}.get(state, "asleep")
         label = "MainThread" if thread == pid else name or str(thread)
-        found.append(Stack(rank, label, (Site("[kernel]", 0, where),), pid))
+        found.append(Stack(rank, label, (Site(KERNEL, 0, where),), pid))
     return found
 
 

@@ -74,9 +74,14 @@ class Verdict:
     condition: str = ""
 
     def only_if(self, condition: str) -> Verdict:
-        """The same finding, conditional."""
+        """The same finding, conditional, on whatever it depended before as well."""
         both = f"{condition}, and {self.condition}" if self.condition else condition
-        return replace(self, certainty=Certainty.CONDITIONAL, condition=both, say=f"Only if {condition}: {self.say}")
+        return replace(self, certainty=Certainty.CONDITIONAL, condition=both, say=f"Only if {both}: {self.plain}")
+
+    @property
+    def plain(self) -> str:
+        """What it says, without the condition before it."""
+        return self.say.removeprefix(f"Only if {self.condition}: ")
 
     def undecided(self, why: str) -> Verdict:
         """The same finding, not decided: nobody is blamed."""

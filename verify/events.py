@@ -7,6 +7,7 @@ and is never guessed. A `Program` is the same events seen before a run: what eve
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -28,6 +29,9 @@ OPERATIONS = {
 
 HOST_MEDIA = frozenset({"gloo", "mpi", "host", "zmq", "tcp"})
 """Media that need no room on a device."""
+
+KERNEL = "[kernel]"
+"""The file of a frame that says where Linux keeps a thread."""
 
 NOTHING = "nothing"
 """The operation of a WAIT that is over, of a thread that waits for none of the calls that it has open."""
@@ -84,6 +88,10 @@ class Site:
     function: str = ""
 
     def __str__(self) -> str:
+        if not self.line and self.function:
+            # A frame without a line: of a library, or of the kernel.
+            name = re.sub(r"(\.(constprop|isra|part|cold)(\.\d+)?)+$", "", self.function)
+            return f"{name} in the kernel" if self.file == KERNEL else f"{name} in {self.file}" if self.file else name
         return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
 
 

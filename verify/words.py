@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from verify.events import Confidence, Kind
@@ -152,6 +153,11 @@ def ring(say: str) -> str:
     return found[0][0].lower() + found[0][1:] if found is not None else "there is a ring of waits"
 
 
+def brief(exception: str) -> str:
+    """The beginning of an exception's text, on one line."""
+    return shorten(exception, 200, placeholder=" ...") if len(exception) > 200 else exception
+
+
 def standing(host: Host) -> str:
     """A host that waits for nobody."""
     return standings([host])
@@ -168,7 +174,7 @@ def standings(hosts: Sequence[Host]) -> str:
     what = event.operation if event is not None else ""
     match host.standing:
         case Standing.RAISED:
-            return f"{name}, which left by {what}{at(event)}"
+            return f"{name}, which left by {brief(what)}{at(event)}"
         case Standing.EXITED:
             return f"{name}, which {has} left{at(event)}"
         case Standing.OUTSIDE:

@@ -56,7 +56,8 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     if gone:
         left = f"{words.ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} left"
         blames = _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
-        return replace(blames, fix=words.GONE)
+        condition = blames.condition.partition(", and ")[0]
+        return replace(blames, fix=words.GONE, condition=condition)
     loose = {rank: place for rank, place in others.items() if place.at is not At.OUTSIDE}
     if loose:
         why = f"{waiting[0].lower()}{waiting[1:]}, and {_elsewhere(others)}, on the way to that call perhaps"
@@ -100,33 +101,37 @@ def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Pla
 
 
 def _blames(cls: Class, ranks: Sequence[int], say: str, chain: tuple[str, ...]) -> Verdict:
-    belong = "is a member" if len(ranks) == 1 else "are members"
+    belong, do = ("is a member", "does") if len(ranks) == 1 else ("are members", "do")
     return Verdict(
         cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=chain, say=say, fix=words.FIXES[cls.value],
-        condition=f"{words.ranks(ranks)} {belong} of that call, which stacks do not show",
+        condition=f"{words.ranks(ranks)} {belong} of that call, which stacks do not show, and {do} not come any more",
     )  # fmt: skip
 
 
 def _standing(calling: dict[int, Place]) -> str:
     lines: dict[str, list[int]] = {}
     for rank, place in calling.items():
-        lines.setdefault(f"in {place.what} at {place.site}", []).append(rank)
+        thread = f", in thread {place.thread}" * bool(place.thread)
+        lines.setdefault(f"in {place.what} at {place.site}{thread}", []).append(rank)
     told = [f"{words.ranks(ranks)} {'stands' if len(ranks) == 1 else 'stand'} {line}" for line, ranks in lines.items()]
     return ", ".join(told[:3]) + (f" and {len(told) - 3} places more" if len(told) > 3 else "")
 
 
 def _alone(calling: dict[int, Place]) -> str:
-    """The one rank that stands apart where all others stand at one place: where to look first, and no proof."""
+    """The one rank that stands apart where all others stand at one place. It may be right: where a call ends for one
+    member alone, as a broadcast with another root, the odd one is among those that still wait.
+    """
     lines: dict[tuple[str, object], list[int]] = {}
     for rank, place in calling.items():
         lines.setdefault((place.what, place.site), []).append(rank)
     few, most = sorted(lines.values(), key=len)[:: len(lines) - 1] if len(lines) == 2 else ([], [])
-    return f"; rank {few[0]} is the odd one: look there first" if len(few) == 1 < len(most) else ""
+    return f"; rank {few[0]} alone may be ahead of the others, or behind" if len(few) == 1 < len(most) else ""
 
 
 def _elsewhere(others: dict[int, Place]) -> str:
     told = []
     for rank, place in list(others.items())[:3]:
         what = ELSEWHERE.get(place.at, "stands")
-        told.append(f"rank {rank} {what} at {place.site}")
+        inside = f" in {place.what}" if place.at is At.OUTSIDE else ""
+        told.append(f"rank {rank} {what}{inside} at {place.site}")
     return ", ".join(told)

@@ -49,7 +49,7 @@ class Case:
     def of(cls, found: Found, quiet: bool, look: See = nothing_seen) -> Case:
         """As the wait-for graph alone judges."""
         found = replace(found, events=kept_apart(found.events))
-        where = places(found.stacks, found.lively)
+        where = places(found.stacks, found.lively, found.whole)
         everybody = tuple(sorted({*found.expected, *found.present, *where}))
         known, where = recorded(found, where)
         told = standings(found.events, {rank: place for rank, place in where.items() if rank not in known})

@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.late import (
+    dumps_and_stacks_are_of_two_moments,
+    its_transfers_are_not_seen,
+    nothing_shows_it_is_late,
+)
 from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
@@ -46,7 +51,7 @@ def weighed(case: Case) -> Verdict:
     if verdict.certainty is not Certainty.UNDECIDED:
         return verdict
     # What is not decided blames nobody, and what to do about it is to find out.
-    return replace(verdict, ranks=(), fix=words.DECIDE if verdict.fix else "")
+    return replace(verdict, ranks=(), fix=words.DECIDE)
 
 
 # -- a member that never arrived, and of which nothing is known ------------------------------------------------------
@@ -145,9 +150,15 @@ def a_wait_is_unknown(case: Case) -> Verdict | None:
     waiting = case.hosts(Standing.UNKNOWN)
     if not waiting:
         return None
-    who = words.ranks(host.rank for host in waiting)
-    plural = "" if len(waiting) > 1 else "s"
-    return case.verdict.undecided(f"what {who} wait{plural} for is not in the evidence{words.at(waiting[0].event)}")
+    who = {host.rank for host in waiting}
+    verb = "waits" if len(who) == 1 else "wait"
+    calls = [place for rank in sorted(who) if (place := case.where.get(rank)) is not None and place.at is At.COLLECTIVE]
+    if len(calls) == len(who):
+        # A call that no dump or record shows, as a recv on gloo.
+        lines = "; ".join(dict.fromkeys(f"{place.what} at {place.site}" for place in calls[:2]))
+        return case.verdict.undecided(f"{words.ranks(who)} {verb} in {lines}, and for whom is not in the evidence")
+    where = words.at(waiting[0].event)
+    return case.verdict.undecided(f"what {words.ranks(who)} {verb} for{where} is not in the evidence")
 
 
 def a_rank_is_gone(case: Case) -> Verdict | None:
@@ -181,6 +192,8 @@ def no_call_is_in_it(case: Case) -> Verdict | None:
     if any(event.calls for event in case.found.events):
         return None
     what = "no call, and stacks alone do not show that calls meet" if case.found.stacks else "no call and no stack"
+    if case.found.present and not case.found.stacks:
+        what += f" of {words.ranks(case.found.present)}: none was made, or none that is recorded"
     return case.verdict.undecided(f"the evidence holds {what}")
 
 
@@ -196,7 +209,7 @@ DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
     Class.BELOW: (it_may_go_on, its_members_are_not_known, not_every_wait_is_recorded),
     Class.NONE: (
         a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
-        ranks_do_something_else, no_call_is_in_it, calls_failed,
+        ranks_do_something_else, no_call_is_in_it, its_transfers_are_not_seen, calls_failed,
     ),
 }  # fmt: skip
 """The first that has something against the verdict counts."""
@@ -222,6 +235,9 @@ def nobody_waits(case: Case) -> Verdict | None:
     if inside:
         call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].site}, which the record does not show"
         return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
+    if not any(event.calls for event in case.found.events):
+        # Stacks show neither what is open nor what other threads wait for.
+        return Verdict(Class.NONE).undecided(f"no stack stands in a call; {who} in {what}")
     none = "no call that is open lacks a member" if case.open_ranks else "no call is open"
     return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")
 
@@ -260,7 +276,9 @@ def it_may_be_late(case: Case) -> Verdict | None:
     condition = f"{words.ranks(late)} {'does' if len(late) == 1 else 'do'} not come after all"
     if verdict.condition:
         condition = f"{verdict.condition}, and {condition}"
-    return replace(verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE)
+    return replace(
+        verdict, certainty=Certainty.CONDITIONAL, condition=condition, fix=words.LATE, say=verdict.plain
+    )  # fmt: skip
 
 
 def it_may_be_through(case: Case) -> Verdict | None:
@@ -288,12 +306,14 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_is_of_different_moments,
     stacks_contradict_it,
     another_thread_may_call,
+    dumps_and_stacks_are_of_two_moments,
     nobody_waits,
     nobody_needs_it,
     its_wait_may_end,
     it_may_be_late,
     it_may_be_through,
     it_waits_for_itself,
+    nothing_shows_it_is_late,
 )
 """Each is asked, in this order, about what the ones before it left."""
 

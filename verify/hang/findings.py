@@ -5,6 +5,7 @@ A rule takes a case and gives it back with another verdict, or None where it doe
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -213,15 +214,23 @@ def others_failed_after_it(case: Case) -> Case | None:
         return None
     if any(event.calls for event in case.found.events):
         return None
-    chain = [f"rank {host.rank} left by {host.event.operation}{words.at(host.event)}" for host in raised if host.event]
+    chain = [
+        f"rank {host.rank} left by {words.brief(host.event.operation)}{words.at(host.event)}"
+        for host in raised if host.event
+    ]  # fmt: skip
+    killed = all(host.event is not None and KILLED.match(host.event.operation) for host in raised)
     then = f"{words.ranks(followers)} failed after that: {after[followers[0]]}"
     say = f"{'; '.join(chain[:3])}, and {then}."
     found = Verdict(
         Class.EXCEPTION, Certainty.CONDITIONAL, ranks=ranks, chain=(*chain, then), say=say[0].upper() + say[1:],
-        fix=words.FIXES["exception"], condition=f"it is {words.ranks(ranks)} that {words.ranks(followers)} lost",
+        fix=words.GONE if killed else words.FIXES["exception"],
+        condition=f"it is {words.ranks(ranks)} that {words.ranks(followers)} lost",
     )  # fmt: skip
     return replace(case, verdict=found)
 
+
+KILLED: Final = re.compile(r"SIG[A-Z]+\b|being killed\b")
+"""How a rank left that has raised nothing: there is no exception of it to be read."""
 
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     groups_that_differ,
@@ -302,6 +311,7 @@ def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[i
     if meeting.key[0].name == f"? {At.STORE}" and place is not None:
         return f"rank {rank} waits at {place.site} for a key of the store, which rank {other} has not set"
     if meeting.key[0].name.startswith("?") and place is not None:
-        what = "for its device" if place.at is At.DEVICE else f"in {place.what}"
-        return f"rank {rank} waits at {place.site} {what}, which needs rank {other}"
+        if place.at is At.DEVICE:
+            return f"rank {rank} waits at {place.site} for its device, which needs rank {other}"
+        return f"{place.who} waits in {place.what} at {place.site}, which needs rank {other}"
     return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"

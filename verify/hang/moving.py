@@ -63,7 +63,7 @@ def stacks_contradict_it(case: Case) -> Verdict | None:
     if verdict.cls is not Class.CYCLE or verdict.certainty is Certainty.UNDECIDED:
         return None
     ring = {node[1] for node in case.core if node[0] == "host" and not node[2]}
-    mine = places(case.found.stacks)
+    mine = places(case.found.stacks, recorded=case.found.whole)
     for rank in sorted(ring & mine.keys()):
         place = mine[rank]
         if place.at in (At.OUTSIDE, At.RUNNING):

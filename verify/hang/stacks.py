@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from verify.events import Communicator, Confidence, Event, Kind, Site, State
+from verify.events import KERNEL, Communicator, Confidence, Event, Kind, Site, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,12 +39,21 @@ class At(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the main thread of a rank stands. what: the function, in the words of the stack. site: in the program."""
+    """Where the main thread of a rank stands. what: the function, in the words of the stack. site: in the program.
+
+    thread: another one that stands there, in a call, while the main thread waits for a thread of its own process.
+    """
 
     rank: int
     at: At
     what: str
     site: Site
+    thread: str = ""
+
+    @property
+    def who(self) -> str:
+        """The rank, with the thread if it is not the main one."""
+        return f"rank {self.rank}" + (f" (thread {self.thread})" if self.thread else "")
 
 
 LIBRARY: Final = re.compile(
@@ -102,8 +111,6 @@ LOCK: Final = re.compile(r"^(lock_)?PyThread_acquire_lock|^acquire_timed$|^rlock
 WITH: Final = re.compile(r"^with\s+(?P<name>[\w.\[\]'\"]+)\s*:\s*(pass\b|\.\.\.)?\s*(#.*)?$")
 """Entering what a name stands for: where that is in C and leaves no frame, the thread waits in the entering itself."""
 LOCKLIKE: Final = re.compile(r"(lock|mutex|semaphore)s?\b|\bsem\b", re.IGNORECASE)
-KERNEL: Final = "[kernel]"
-"""The file of a frame that says where Linux keeps the thread (/proc/PID/wchan)."""
 AWAKE: Final = frozenset({"running", "0", ""})
 KERNEL_WAITS: Final = tuple(
     (re.compile(pattern), what)
@@ -125,9 +132,16 @@ KEY: Final = "store: "
 """How a record begins the name of a wait for a key of the store."""
 
 
-def places(stacks: Iterable[Stack], lively: frozenset[int] = frozenset()) -> dict[int, Place]:
-    """Where the main thread of each rank stands, for the ranks that are known. lively: ranks that moved a moment ago,
-    so that nothing that a stack shows them in keeps them.
+JOINS: Final = re.compile(r"(^|\.)(wait|wait_for|get|join|_wait_for_tstate_lock|result|select|poll|run_forever)$")
+"""What a thread is in that waits for another one of its process, or runs the loop that does."""
+
+
+def places(
+    stacks: Iterable[Stack], lively: frozenset[int] = frozenset(), recorded: frozenset[int] = frozenset()
+) -> dict[int, Place]:
+    """Where the main thread of each rank stands, for the ranks that are known: or, while that waits for another thread,
+    as a program does that trains in one, the thread that is in a call. lively: ranks that moved a moment ago, so that
+    nothing that a stack shows them in keeps them. recorded: those of which a record tells what each thread does.
     """
     mine: dict[int, list[Stack]] = {}
     for stack in stacks:
@@ -137,7 +151,11 @@ def places(stacks: Iterable[Stack], lively: frozenset[int] = frozenset()) -> dic
     for rank, each in sorted(mine.items()):
         main = _main(each)
         place = _place(rank, main)
-        if rank in lively or (main.awake and place.at is At.OUTSIDE):
+        if rank not in recorded and place.at is At.OUTSIDE and JOINS.search(place.what):
+            others = [replace(_place(rank, other), thread=other.thread) for other in each if other is not main]
+            place = next((other for other in others if other.at in (At.COLLECTIVE, At.CALL)), place)
+        looks = {stack.frames for stack in each if stack.pid == main.pid is not None and stack.thread == main.thread}
+        if rank in lively or (main.awake and place.at is At.OUTSIDE) or len(looks) > 1:
             place = replace(place, at=At.RUNNING)
         found[rank] = place
     return found

@@ -36,10 +36,10 @@ def as_text(diagnosis: Diagnosis) -> str:
     """At most LINES lines of at most WIDTH columns."""
     found = diagnosis.verdict
     lines = _field("verdict", _head(diagnosis), 1)
-    lines += _field("why", found.say, 4)
+    lines += _field("why", found.plain, 4)
     lines += [line for each in _news(diagnosis) for line in _field("", each, 2)]
-    if diagnosis.condition:
-        lines += _field("only if", diagnosis.condition, 2)
+    if found.certainty is Certainty.CONDITIONAL and found.condition:
+        lines += _field("only if", found.condition, 3)
     lines += [f"{'lanes' if n == 0 else '':<{INDENT}}{line}".rstrip() for n, line in enumerate(timetable(diagnosis))]
     lines += [f"{'source' if n == 0 else '':<{INDENT}}{line}" for n, line in enumerate(_sources(diagnosis))]
     if found.fix:

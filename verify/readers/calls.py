@@ -44,7 +44,7 @@ class Call:
     """An entry without its numbers and times. ends: group-relative (from, to) of a transfer.
 
     inputs, outputs: elements of each tensor. done: finished, as far as the recorder tells. odd: a damaged name of an
-    operation, in place of one.
+    operation, in place of one. timeout_ms: after which the watchdog that waits for it gives up, where known.
     """
 
     group: Name
@@ -58,6 +58,7 @@ class Call:
     done: bool
     site: Site | None
     odd: str | None = None
+    timeout_ms: int | None = None
 
     @property
     def marker(self) -> bool:
@@ -107,6 +108,25 @@ class Column(NamedTuple):
     kinds: array[int]
 
 
+class Patience(NamedTuple):
+    """How long the open calls of a process may wait. timeout_ms: the longest, 0 where none is known. over: one of them
+    has waited for as long as it may, as a later time of the same dump shows.
+    """
+
+    timeout_ms: int = 0
+    over: bool = False
+
+
+NO_CALL_OPEN: Final = Patience()
+
+
+class Moment(NamedTuple):
+    """When a process made a record, ns since 1970 by its host's clock."""
+
+    record: int
+    created_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Dump:
     """What one process recorded. rank: where the dump itself says. groups: (name, description) -> members, if listed.
@@ -116,7 +136,8 @@ class Dump:
     rows, entries: how many batches and entries. moved_ns: latest time. whole: nothing was dropped since the start.
     odd: names of operations that are damaged; their calls have none. mark: equal for copies of a file. again: groups
     that the process made anew after it had destroyed them -> how often; only the calls since then are here. mixed:
-    groups of which a collective says that transfers came before it, seen here or not.
+    groups of which a collective says that transfers came before it, seen here or not. patience: of the calls that are
+    open. moments: when some records were made, the first and the last among them.
     """
 
     path: Path
@@ -135,6 +156,8 @@ class Dump:
     mark: bytes = b""
     again: Mapping[Name, int] = field(default_factory=dict)
     mixed: frozenset[Name] = frozenset()
+    patience: Patience = NO_CALL_OPEN
+    moments: tuple[Moment, ...] = ()
 
 
 def batch_of(entries: Sequence[Call]) -> Batch:
@@ -189,12 +212,15 @@ def call_of(raw: dict[str, Any], site: Site | None) -> Call:
     state = raw["state"]
     if state not in ("scheduled", "started", "completed"):
         raise ValueError(f"state {state[:20] if isinstance(state, str) else type(state).__name__}")
-    done = state == "completed" or (raw.get("retired") is True and backend == "gloo")
+    retired = raw.get("retired") is True
+    done = state == "completed" or (retired and backend == "gloo")
+    timeout = 0 if done or retired else number(raw.get("timeout_ms"))
     return Call(
         (text(group[0]), description(group[1] if len(group) > 1 else "")), text(backend),
         operation if odd is None else "", ends, ends is not None or raw.get("is_p2p") is True,
         _elements(raw.get("input_sizes")),
         _elements(raw.get("output_sizes")), _dtype(operation, raw), done, site, odd,
+        timeout if timeout > 0 else None,
     )  # fmt: skip
 
 

@@ -178,4 +178,6 @@ def _found(source: str, edges: list[tuple[int, int, str]], alone: list[tuple[int
         unknown.append(f"{source}: {nameless} lines name no rank")
     present = frozenset({waiter for waiter, _, _ in edges} | {rank for rank, _ in alone})
     expected = present | {peer for _, peer, _ in edges}
-    return Found(source, events=tuple(events), present=present, expected=expected, unknown=tuple(unknown))
+    return Found(
+        source, events=tuple(events), present=present, expected=expected, unknown=tuple(unknown), overdue=present
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
 from verify.readers.found import Found, Named
+from verify.readers.lives import newest
 from verify.readers.membership import damaged, resolve
 from verify.readers.transfers import Transfers, ends_of
 
@@ -80,6 +81,9 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
         named=tuple(
             Named(*group.name, job.communicators[group]) for group in job.communicators if group not in job.disputed
         ),
+        overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
+        timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
+        deaf=job.deaf,
     )  # fmt: skip
 
 
@@ -117,18 +121,7 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         # A copy of a dump tells the same once.
         if not any(dump.mark == other.mark for other in mine):
             mine.append(dump)
-    newest: dict[int, Dump] = {}
-    for rank, mine in sorted(found.items()):
-        *others, newest[rank] = sorted(mine, key=_age)
-        if others:
-            names = ", ".join(dump.path.name for dump in others[:3]) + f" and {len(others) - 3} more" * (
-                len(others) > 3
-            )
-            unknown.append(
-                f"{len(mine)} dumps of rank {rank}: {newest[rank].path.name}, which saw the latest call, is used,"
-                f" without {names}"
-            )
-    return [Mine(rank, newest[rank]) for rank in newest], unknown
+    return [Mine(rank, dump) for rank, dump in newest(found, unknown).items()], unknown
 
 
 def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
@@ -157,10 +150,6 @@ def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
             dump = replace(dump, columns={key: column for key, column in dump.columns.items() if key[0] not in used})
         kept.append(Mine(rank, dump))
     return kept
-
-
-def _age(dump: Dump) -> tuple[int, int, str]:
-    return dump.moved_ns, dump.entries, str(dump.path)
 
 
 class _Job:
@@ -200,6 +189,20 @@ class _Job:
         for group, kinds in self.used.items():
             self._counted(group, kinds)
         self.unsure |= {(rank, self.labels[group]) for group in self.disputed for rank in group.members}
+        self.deaf = self._deaf()
+
+    def _deaf(self) -> frozenset[int]:
+        """Ranks whose sends and receives no dump would hold: those on gloo, which records collectives only, unless
+        these dumps show that it records more.
+        """
+        found = set()
+        for rank, dump in self.dumps.items():
+            kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
+            if any(dump.batches[kind].backend == "gloo" for kind in kinds):
+                found.add(rank)
+            if any(dump.batches[kind].backend == "gloo" and dump.batches[kind].transfer for kind in kinds):
+                return frozenset()
+        return frozenset(found)
 
     def _believed(self, rank: int, name: Name) -> bool:
         """Whether it is known who belongs to a group in which a rank has calls, and that the rank does."""

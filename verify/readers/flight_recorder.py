@@ -35,6 +35,7 @@ from verify.readers.calls import (
     text,
 )
 from verify.readers.found import Damaged
+from verify.readers.moments import When, alike, moments_of, patience_of
 from verify.readers.repeats import thin
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verify.events import Site
-    from verify.readers.calls import Name
+    from verify.readers.calls import Moment, Name, Patience
     from verify.readers.found import Found
     from verify.readers.repeats import Shapes, Thin
 
@@ -58,15 +59,15 @@ KEPT: Final = 100_000
 """Calls that a decoder remembers."""
 FIELDS: Final = itemgetter(
     "profiling_name", "process_group", "state", "is_p2p", "retired", "input_sizes", "output_sizes", "input_dtypes",
-    "output_dtypes", "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
+    "output_dtypes", "timeout_ms", "record_id", "pg_id", "collective_seq_id", "p2p_seq_id", "time_created_ns",
     "time_discovered_started_ns", "time_discovered_completed_ns",
 )  # fmt: skip
-"""Of an entry: first nine that repeat, then its numbers and times."""
+"""Of an entry: first ten that repeat, then its numbers and times."""
 
 
 class _Entries(NamedTuple):
     """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
-    process-local identifier. again: groups that were made anew -> how often. mixed: as in `Dump`.
+    process-local identifier. again: groups that were made anew -> how often. mixed, patience, moments: as in `Dump`.
     """
 
     calls: list[Call]
@@ -77,6 +78,8 @@ class _Entries(NamedTuple):
     again: dict[Name, int]
     odd: tuple[str, ...]
     mixed: frozenset[Name]
+    patience: Patience
+    moments: tuple[Moment, ...]
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -86,9 +89,9 @@ def _fields(raw: Any) -> tuple[Any, ...]:
     get = raw.get
     return (
         raw["profiling_name"], raw["process_group"], raw["state"], get("is_p2p"), get("retired"), get("input_sizes"),
-        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), raw["record_id"], get("pg_id"),
-        get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"), get("time_discovered_started_ns"),
-        get("time_discovered_completed_ns"),
+        get("output_sizes"), get("input_dtypes"), get("output_dtypes"), get("timeout_ms"), raw["record_id"],
+        get("pg_id"), get("collective_seq_id"), get("p2p_seq_id"), get("time_created_ns"),
+        get("time_discovered_started_ns"), get("time_discovered_completed_ns"),
     )  # fmt: skip
 
 
@@ -118,10 +121,6 @@ def _made_again(calls: Sequence[Call], seqs: Sequence[int], numbers: Sequence[in
             again[name] = len(mine) - 1
             gone.update(at for life in mine[:-1] for at in life)
     return again, gone
-
-
-def _alike(one: Call, other: Call) -> bool:
-    return one is other or (one.group == other.group and one.transfer == other.transfer)
 
 
 def decode(path: Path) -> Dump:
@@ -160,7 +159,7 @@ class Decoder:
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, many, entries.moved_ns,
                 entries.whole, entries.odd, mark,
-                entries.again, entries.mixed,
+                entries.again, entries.mixed, entries.patience, entries.moments,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
@@ -176,6 +175,7 @@ class Decoder:
         ids: dict[Name, Any] = {}
         mixed: set[Name] = set()
         numbers: list[int] = []
+        made: list[int] = []
         moved = 0
         # By identity, while `raw` is alive: entries share their frames.
         known: dict[int, tuple[Site | None, bool]] = {}
@@ -186,7 +186,7 @@ class Decoder:
                 except (KeyError, TypeError):
                     fields = _fields(each)
                 site = self._site(each.get("frames"), known)
-                told, (record, pg_id, collective, transfer, created, started, ended) = fields[:9], fields[9:]
+                told, (record, pg_id, collective, transfer, created, started, ended) = fields[:10], fields[10:]
                 key = packed(told, 4), id(site)
                 call = self._calls.get(key)
                 if call is None:
@@ -206,6 +206,7 @@ class Decoder:
             calls.append(call)
             seqs.append(seq)
             ids[call.group] = pg_id
+            made.append(created if type(created) is int else number(created))
             numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
@@ -216,10 +217,14 @@ class Decoder:
             moved = max(moved, latest)
             calls = [calls[like] for like in repeated.order]
             numbers = [numbers[like] for like in repeated.order]
+        places: Sequence[int] = range(len(records))
         if any(map(int.__gt__, records, records[1:])):
             order = sorted(range(len(records)), key=records.__getitem__)
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
+            records, places = [records[at] for at in order], order
             numbers = [numbers[at] for at in order]
+        when = When(places, made, repeated)
+        patience = patience_of([call for call in distinct if call.timeout_ms is not None], calls, seqs, when, moved)
         again: dict[Name, int] = {}
         if len({number(each, -1) for each in ids.values()}) < len(lives):
             again, gone = _made_again(calls, seqs, numbers)
@@ -229,6 +234,7 @@ class Decoder:
         return _Entries(
             calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again,
             tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)), frozenset(mixed),
+            patience, moments_of(records, when),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:
@@ -254,7 +260,7 @@ class Decoder:
         before: Call | None = None
         joined: list[Call] = []
         for call, seq in zip(calls, seqs, strict=True):
-            if seq == last and before is not None and _alike(call, before):
+            if seq == last and before is not None and alike(call, before):
                 # It joins the batch before it, which is looked up once it is whole.
                 if not joined:
                     joined.append(before)

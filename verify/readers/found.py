@@ -65,7 +65,9 @@ class Found:
     lively: ranks that moved a moment ago, and may move again. idle: ranks that have not left and of which the evidence
     shows no wait: they may be on their way to a call. orphaned: all ranks gave up since their launcher was gone.
     remarks: of a rank, what helps whoever has to look at it. named: groups of which it is known who belongs to them.
-    loose: those that only the ranks are known of which speak of them.
+    loose: those that only the ranks are known of which speak of them. overdue: ranks of which a call has waited for as
+    long as it may, so that nobody for whom it waits is merely late. timeout_s: for how long the open calls may, at
+    most, where known. deaf: ranks of which this never holds sends and receives, whatever they made.
     """
 
     source: str
@@ -84,6 +86,9 @@ class Found:
     remarks: tuple[tuple[int, str], ...] = ()
     named: tuple[Named, ...] = ()
     loose: tuple[Named, ...] = ()
+    overdue: frozenset[int] = frozenset()
+    timeout_s: float | None = None
+    deaf: frozenset[int] = frozenset()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

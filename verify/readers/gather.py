@@ -248,6 +248,7 @@ def merge(found: Sequence[Found]) -> Found:
     """
     found = join(found)
     present = frozenset[int]().union(*(each.present for each in found))
+    whole = frozenset[int]().union(*(each.whole for each in found))
     # A record of everything says more than what else there is of a rank, and says it once.
     best = {rank: number for number, each in enumerate(found) for rank in each.whole}
     numbered = [(number, event) for number, each in enumerate(found) for event in each.events]
@@ -261,12 +262,23 @@ def merge(found: Sequence[Found]) -> Found:
         unknown=tuple(dict.fromkeys(line for each in found for line in each.unknown)),
         moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
         unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
-        whole=frozenset[int]().union(*(each.whole for each in found)),
+        whole=whole,
         lively=frozenset[int]().union(*(each.lively for each in found)),
         idle=frozenset[int]().union(*(each.idle for each in found)),
         orphaned=any(each.orphaned for each in found),
         remarks=tuple(remark for each in found for remark in each.remarks),
-        doubt=next((each.doubt for each in found if each.doubt), ""),
+        doubt=_doubt(found),
         named=tuple(named for each in found for named in each.named),
         loose=tuple(named for each in found for named in each.loose),
+        overdue=frozenset[int]().union(*(each.overdue for each in found)),
+        timeout_s=max((each.timeout_s for each in found if each.timeout_s is not None), default=None),
+        deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
+    )
+
+
+def _doubt(found: Sequence[Found]) -> str:
+    """Why not everything is seen, unless dumps or records of the same ranks show it."""
+    sure = [each for each in found if (each.named or each.whole) and not each.doubt]
+    return next(
+        (each.doubt for each in found if each.doubt and not any(each.present <= other.present for other in sure)), ""
     )

@@ -196,7 +196,10 @@ class _Log:
         # What a rank called where nobody knows who else has to come, it may wait in.
         waits = [Event(rank, Kind.WAIT, streams=(UNSEEN,), confidence=Confidence.INFERRED) for rank in sorted(unseen)]
         finished = [*finish(_grouped(events)), *waits]
-        return Found(source, events=tuple(finished), present=present, expected=expected, unknown=tuple(unknown))
+        return Found(
+            source, events=tuple(finished), present=present, expected=expected, unknown=tuple(unknown),
+            doubt="NCCL's lines tell what was launched, not what has ended",
+        )  # fmt: skip
 
     def _event(self, line: _Line, rank: int, comm: Communicator) -> Event:
         pair = line.op in _PAIRS

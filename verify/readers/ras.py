@@ -215,6 +215,8 @@ def _found(
     events: list[Event] = []
     present: set[int] = set()
     idle: set[int] = set()
+    overdue: set[int] = set()
+    """Ranks that had waited when the second answer was given, for those that had not moved."""
     equal = seats = 0
     for comm in comms:
         seats += comm.size
@@ -237,6 +239,7 @@ def _found(
                 unknown.append(f"{source}: communicator {comm.name}: all who were behind moved between the answers")
                 continue
             idle.update(ranks[seat] for seat in late)
+            overdue.update(ranks[seat] for seat in comm.counts if still)
         events += mine
         for seat, how in sorted(comm.missing.items()):
             unknown.append(f"{source}: communicator {comm.name}: rank {ranks[seat]} is {how}")
@@ -255,6 +258,7 @@ def _found(
         unknown=tuple(unknown[:64]),
         # A count that was seen once may move on: answers differ by a moment, and a job that works differs as well.
         idle=frozenset(idle),
+        overdue=frozenset(overdue),
     )
 
 

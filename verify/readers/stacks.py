@@ -17,13 +17,14 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from kernel.errors import UsageError
 from verify.events import Site
 from verify.readers import plain_json
 from verify.readers.found import Found, Stack
 from verify.readers.lines import MOST, file_lines, goes_on, holds, rank_in, rank_of_file, unusable, whole_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 WHAT: Final = "stacks"
@@ -77,6 +78,29 @@ class StacksReader:
         else:
             stacks = from_lines((line for _, line in file_lines(WHAT, path)), path, over=True)
         return found(path.name, stacks)
+
+    def read_all(self, paths: Sequence[Path]) -> Found:
+        """The stacks of one job, which may have been taken several times. Raises UsageError, one line, for those of two
+        processes that are both of one rank.
+        """
+        from verify.readers.gather import merge
+
+        told = [self.read(path) for path in paths]
+        first: dict[int, tuple[Path, set[int]]] = {}
+        for path, each in zip(paths, told, strict=True):
+            pids: dict[int, set[int]] = {}
+            for stack in each.stacks:
+                if stack.rank is not None and stack.pid is not None:
+                    pids.setdefault(stack.rank, set()).add(stack.pid)
+            for rank, mine in pids.items():
+                other, theirs = first.setdefault(rank, (path, mine))
+                # Of its workers, one file may have all and another one none.
+                if mine.isdisjoint(theirs):
+                    raise UsageError(
+                        f"{other} and {path}: stacks of two processes, pid {min(theirs)} and {min(mine)}, both of rank"
+                        f" {rank}: name those of one job, taken since it was started last"
+                    )
+        return merge(told)
 
 
 READER = StacksReader()

@@ -21,7 +21,7 @@ from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, Found, Nam
 from verify.readers.lines import MOST, PREFIX, brief, file_lines, goes_on, holds, named, rank_in, rank_of_file, unusable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 WHAT: Final = "log"
@@ -62,6 +62,7 @@ _FRAME = re.compile(r'^\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}),
 _LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages|python3\.\d+)/|^<")
 _LOST_ONE = re.compile(r"(?:^|\.)Dist(?:Backend|Network)Error$")
 _MAY_HAVE_LOST_ONE = re.compile(r"(?:^|\.)(?:RuntimeError|OSError|TimeoutError|Connection\w{0,20}Error)$")
+_TIMED_OUT = re.compile(r"tim(?:ed |e)out", re.IGNORECASE)
 _CONSEQUENCE = re.compile(r"NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
 
 
@@ -256,7 +257,14 @@ class _Lines:
             source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent,
             loose=tuple(Named(*name, self._communicator(name, labels[name])) for name in self.groups),
             remarks=tuple((rank, f"{AFTER}{text}") for rank, text in sorted(self.after.items())),
+            overdue=frozenset(self._overdue()),
         )  # fmt: skip
+
+    def _overdue(self) -> Iterator[int]:
+        """Ranks whose watchdog, or whose call itself, gave up waiting."""
+        yield from (rank for rank, _ in (*self.timeouts, *self.transfers))
+        yield from (rank for group in self.groups.values() for rank in group.status)
+        yield from (rank for rank, text in self.after.items() if _TIMED_OUT.search(text))
 
     def _open(self, name: Name, rank: int, seq: int) -> bool:
         """Whether a rank may wait in the call of this number, as far as its status tells."""

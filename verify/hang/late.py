@@ -1,0 +1,106 @@
+"""What evidence of one moment leaves open: whether a rank never comes or has not come yet, and what it does meanwhile
+where no evidence would show it.
+
+A dump, a stack or the log of launches of a job that works looks like one of a job that hangs, taken at the right
+moment. That a wait is not one for a rank that is merely slow is known where a call has waited for as long as it may
+(`Found.overdue`), where the rank has left, and from a record of everything, which has rules of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from verify import words
+from verify.blame import Certainty, Class, Verdict
+from verify.events import Kind
+from verify.hang.stacks import At
+from verify.matching import Standing
+
+if TYPE_CHECKING:
+    from verify.events import Site
+    from verify.hang.case import Case
+    from verify.matching import Host
+
+OF_A_MOMENT: Final = frozenset({Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL})
+"""Findings that the next moment may take back."""
+UNHEARD: Final = "which Flight Recorder on gloo does not record"
+
+
+def nothing_shows_it_is_late(case: Case) -> Verdict | None:
+    """A rank that others wait for, which may yet come, or a device that may yet finish."""
+    verdict = case.verdict
+    if verdict.cls not in OF_A_MOMENT or verdict.certainty is not Certainty.CERTAIN or not verdict.ranks:
+        return None
+    blamed = set(verdict.ranks)
+    left = {host.rank for host in case.situation.hosts if host.standing in (Standing.EXITED, Standing.RAISED)}
+    one = len(blamed) == 1
+    conditions = []
+    if verdict.cls is Class.MISSING and (mute := blamed & case.found.deaf - left - _seen_elsewhere(case)):
+        conditions.append(f"{words.ranks(mute)} {'waits' if len(mute) == 1 else 'wait'} in no send or recv, {UNHEARD}")
+    if not (blamed & left or blamed <= case.found.whole or set(case.open_ranks) & case.found.overdue):
+        who = "" if conditions and mute == blamed else f"{words.ranks(blamed)} "
+        what = "finish it" if verdict.cls is Class.DEVICE_STALL else "come"
+        limit = f" ({case.found.timeout_s:g} s)" if case.found.timeout_s else ""
+        unshown = f"no call here is known to have outlasted its timeout{limit}"
+        conditions.append(f"{who}{'does' if one else 'do'} not {what} any more: {unshown}; {LOOK}")
+    if not conditions:
+        return None
+    fix = words.LATE if verdict.fix == words.FIXES["missing"] else verdict.fix
+    return replace(verdict, certainty=Certainty.CONDITIONAL, condition=", and ".join(conditions), fix=fix)
+
+
+LOOK: Final = "dump again, or look for timeouts in the logs"
+
+
+def its_transfers_are_not_seen(case: Case) -> Verdict | None:
+    """No all-clear for ranks that may wait for one another in sends and receives, which their dumps never hold."""
+    mute = case.found.deaf - _seen_elsewhere(case)
+    if not mute:
+        return None
+    may = f"{words.ranks(mute)} may wait in a send or recv, {UNHEARD}"
+    return case.verdict.undecided(f"no collective is open, but {may}: the stacks of all ranks tell")
+
+
+def _seen_elsewhere(case: Case) -> set[int]:
+    """Ranks whose main thread is seen to be in no call."""
+    return {rank for rank, place in case.where.items() if place.at in (At.OUTSIDE, At.STORE)}
+
+
+def dumps_and_stacks_are_of_two_moments(case: Case) -> Verdict | None:
+    """A ring of which the dumps tell what is open, and the stacks that hosts wait: what was open may have ended when
+    the stacks were taken, unless each stack stands in the call that is open.
+    """
+    verdict = case.verdict
+    if verdict.cls is not Class.CYCLE or verdict.certainty is not Certainty.CERTAIN:
+        return None
+    ring = {node for node in case.core if node[0] == "host"}
+    joined = [
+        f"the main thread of rank {rank} waits for its thread {place.thread}"
+        for rank, place in sorted(case.where.items())
+        if place.thread and rank not in case.known and ("host", rank, "") in ring
+    ]
+    if joined:
+        return verdict.only_if(" and ".join(joined))
+    loose = {
+        host.rank
+        for host in case.situation.hosts
+        if ("host", host.rank, host.thread) in ring and not host.presumed and _by_its_stack(case, host)
+    }
+    if not loose or loose <= case.found.overdue:
+        return None
+    return verdict.only_if(f"the stacks of {words.ranks(loose)} are of the moment of their dumps")
+
+
+def _by_its_stack(case: Case, host: Host) -> bool:
+    """Whether only a stack says that a host waits, and not all that it has open was called where it stands."""
+    place, event = case.where.get(host.rank), host.event
+    if host.thread or place is None or host.rank in case.known or event is None or event.kind is not Kind.WAIT:
+        return False
+    lines = {_line(one.event.site) for one in host.waits}
+    return lines != {_line(place.site)}
+
+
+def _line(site: Site | None) -> tuple[str, int] | None:
+    """A line of the program, whether its file was told with its folder or without."""
+    return None if site is None else (site.file.rpartition("/")[2], site.line)
