@@ -15,6 +15,7 @@ from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
 from verify.hang.stacks import At, places
+from verify.live.outside import Outside
 from verify.live.threads import Moves
 from verify.matching import Host
 from verify.readers import stacks
@@ -72,6 +73,9 @@ def test_a_rank_that_stands_elsewhere_by_its_stack_waits_in_no_ring(awake: bool,
 
 SLEEPS = Moves(main="the clock, in 29 s", locked=False)
 HELPED = Moves(others=("a thread that waits for the clock, in 9 s",))
+ITSELF = Outside("pid 7 (x) writes nothing, which \0 reads", frozenset({7}))
+NOBODY = Outside("nobody types")
+PIPE = Moves(locked=False, pid=7, outside=Outside("pid 8 (x) writes nothing, which \0 reads", frozenset({8})))
 LOOPS = Moves(locked=False, polls=True, others=("a thread that runs",))
 
 
@@ -85,8 +89,17 @@ LOOPS = Moves(locked=False, polls=True, others=("a thread that runs",))
         ("Event.wait", HELPED, Class.MISSING, Certainty.CONDITIONAL, "it has a thread that waits for the clock"),
         ("Event.wait", Moves(), Class.MISSING, Certainty.CERTAIN, ""),
         ("EpollSelector.select", LOOPS, Class.OUTSIDE, Certainty.CONDITIONAL, "it has a thread that runs"),
-        ("FileIO.read", Moves(locked=False), Class.OUTSIDE, Certainty.CERTAIN, ""),
-        ("FileIO.read", HELPED._replace(locked=False), Class.OUTSIDE, Certainty.CERTAIN, ""),
+        ("Event.wait", None, Class.MISSING, Certainty.CONDITIONAL, "does not come out of Event.wait"),
+        ("FileIO.read", Moves(locked=False), Class.OUTSIDE, Certainty.CONDITIONAL, "does not come out of FileIO.read"),
+        ("FileIO.read", PIPE, Class.OUTSIDE, Certainty.CONDITIONAL, "pid 8 (x) writes nothing, which rank 1 reads"),
+        ("FileIO.read", PIPE._replace(outside=NOBODY), Class.OUTSIDE, Certainty.CONDITIONAL, "nobody types"),
+        ("FileIO.read", PIPE._replace(outside=ITSELF), Class.OUTSIDE, Certainty.CERTAIN, ""),
+        ("FileIO.read", PIPE._replace(outside=ITSELF, main="a signal that it catches (SIGUSR1)"), Class.OUTSIDE,
+         Certainty.CONDITIONAL, "SIGUSR1"),
+        ("socket.accept", PIPE._replace(outside=NOBODY, main="the clock, in 5 s"), Class.OUTSIDE,
+         Certainty.CONDITIONAL, "the clock, in 5 s"),
+        ("FileIO.read", PIPE._replace(outside=ITSELF, others=("a thread that runs",)), Class.OUTSIDE,
+         Certainty.CONDITIONAL, "it has a thread that runs"),
     ],
 )
 def test_a_wait_that_ends_by_itself_convicts_nobody(
@@ -100,6 +113,24 @@ def test_a_wait_that_ends_by_itself_convicts_nobody(
     found = told(tmp_path, main(1, inner, LINE), now={} if now is None else {1: now}).verdict
     assert (found.cls, found.certainty, found.ranks) == (cls, certainty, (1,))
     assert why in found.condition
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_pipe_that_only_who_waits_for_the_reader_could_write_to_stays_empty(
+    moves: bool, both: bool, tmp_path: Path
+) -> None:
+    """Rank 0 has the other end, and waits in a call that lacks rank 1, which reads; both: pid 9 has it as well."""
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    first.wait(first.call(one))
+    reads = Moves(locked=False, pid=7, outside=Outside("\0 gets nothing", frozenset({8, 9} if both else {8})))
+    waits = Moves(pid=8, others=("a thread that runs",) if moves else ())
+    inner = Site("/lib/python3.11/site-packages/x.py", 1, "FileIO.read")
+    found = told(tmp_path, main(1, inner, LINE), now={0: waits, 1: reads}).verdict
+    assert (found.cls, found.ranks) == (Class.OUTSIDE, (1,))
+    assert (found.certainty is Certainty.CERTAIN) is not (moves or both)
 
 
 # -- stacks as text --------------------------------------------------------------------------------------------------

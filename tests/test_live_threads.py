@@ -108,10 +108,18 @@ def test_a_process_that_is_gone_tells_nothing() -> None:
         (
             "import signal; signal.signal(signal.SIGALRM, print); signal.setitimer(signal.ITIMER_REAL, 600);"
             " threading.Event().wait()",
-            "the signal of a clock that it catches",
+            "a signal that it catches (SIGALRM)",
+        ),
+        (
+            "import signal; signal.signal(signal.SIGUSR1, print); threading.Event().wait()",
+            "a signal that it catches (SIGUSR1)",
+        ),
+        (
+            "import signal; signal.signal(signal.SIGRTMIN, print); threading.Event().wait()",
+            "a signal that it catches (a real-time signal)",
         ),
     ],
-    ids=["event of several processes", "signal"],
+    ids=["event of several processes", "clock", "another program", "real-time"],
 )
 def test_what_another_process_or_a_signal_ends(program: str, ends: str) -> None:
     """Such a wait is none for a thread of its own: the process is neither closed nor idle for good."""
@@ -120,3 +128,9 @@ def test_what_another_process_or_a_signal_ends(program: str, ends: str) -> None:
         found = sample(pid)
         assert found is not None
         assert not found.still
+
+
+def test_signals_that_end_a_process_let_no_thread_go_on() -> None:
+    program = "import faulthandler, signal; faulthandler.enable()\nfor s in (2, 15, 17): signal.signal(s, print)\n"
+    with process(program + "threading.Event().wait()") as pid:
+        assert seen(pid, lambda now: now.locked and not now.main).closed

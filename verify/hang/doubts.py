@@ -5,12 +5,12 @@ A doubt gives the verdict that is left of the one it is asked about, or None whe
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.idling import idles
 from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from verify.matching import Meeting
 
     Doubt = Callable[[Case], Verdict | None]
-
-
-IDLE_WAIT: Final = re.compile(
-    r"(^|\.)(wait|wait_for|get|join|_wait_for_tstate_lock|result|select|poll|accept|pause|sleep|time_sleep|serve_forever|"
-    r"run_forever)$|^a sleep$"
-)
-"""What a process that has nothing to do is in, by the name of the function."""
 
 
 def weighed(case: Case) -> Verdict:
@@ -268,7 +261,7 @@ def it_may_be_through(case: Case) -> Verdict | None:
     verdict = case.verdict
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
-    waits = any(rank in case.where and IDLE_WAIT.search(case.where[rank].what) for rank in verdict.ranks)
+    waits = any(rank in case.where and idles(case.where[rank].what) for rank in verdict.ranks)
     return replace(verdict, fix=words.THROUGH) if waits else None
 
 

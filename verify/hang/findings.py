@@ -17,7 +17,7 @@ from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
 from verify.hang.case import core_of
 from verify.hang.creation import groups_that_differ
-from verify.hang.moving import FROM_WITHIN
+from verify.hang.idling import By, idles
 from verify.hang.stacks import At, for_anybody, standings
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -131,7 +131,7 @@ def _kept(case: Case, rank: int) -> bool:
     event loop waits for its own threads as well.
     """
     outside = [host for host in case.hosts(Standing.OUTSIDE) if host.rank == rank]
-    return bool(outside) and not (rank in case.where and FROM_WITHIN.search(case.where[rank].what))
+    return bool(outside) and not (rank in case.where and idles(case.where[rank].what) in (By.OWN, By.LOOP))
 
 
 def orders_on_one_device(case: Case) -> Case | None:

@@ -9,25 +9,26 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+import networkx as nx
+
 from verify import words
 from verify.blame import Certainty, Class, Verdict, shortest_cycle
+from verify.hang.idling import By, idles, sleeps
 from verify.hang.stacks import At, places
-from verify.live.threads import Moves
+from verify.live.outside import WHO
 from verify.matching import Standing
 
 if TYPE_CHECKING:
-    from verify.hang.case import Case
+    from collections.abc import Mapping
 
-OWN_WAIT: Final = re.compile(
-    r"^(?!Popen|subprocess)(.*\.)?(wait|wait_for|get|join|_wait_for_tstate_lock|result|sleep|time_sleep|run_forever)$|"
-    r"^a sleep$"
-)
-"""Of these, what waits for another thread of its own process, or for the clock: nothing outside blocks it."""
+    from verify.hang.case import Case
+    from verify.live.threads import Moves
+
 HELD: Final = re.compile(r"interpreter lock|stop signal")
 """What keeps a process whatever its main thread waits for, by a clock or not."""
-FROM_WITHIN: Final = re.compile(rf"{OWN_WAIT.pattern}|(^|\.)(select|poll|epoll)$")
-"""The same, and the wait of an event loop."""
-SLEEP: Final = re.compile(r"(^|\.|a )(time_)?sleep$")
+STOPPED: Final = "stop signal"
+CLOCK: Final = "the clock"
+"""How a wait begins that ends by itself whatever else may end it (`Moves.main`)."""
 
 
 def another_thread_may_call(case: Case) -> Verdict | None:
@@ -74,22 +75,53 @@ def stacks_contradict_it(case: Case) -> Verdict | None:
 
 
 def its_wait_may_end(case: Case) -> Verdict | None:
-    """Outside of calls, but in a wait that ends by the clock, or when another thread or process has done its work."""
+    """Outside of calls: what keeps a rank there may end, by the clock, by another thread of it, by another process, or
+    by whoever comes. That it lasts is certain only where all are known who could end it, and are stuck themselves.
+    """
     verdict = case.verdict
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
-    if any(HELD.search(host.event.operation) for host in case.hosts(Standing.OUTSIDE) if host.event is not None):
-        return None
-    seen = case.look(verdict.ranks)
-    for rank in verdict.ranks:
-        now, place = seen.get(rank, Moves(locked=False)), case.where.get(rank)
-        if now.main:
-            return verdict.only_if(f"rank {rank} does not come when its wait ends by {now.main}")
-        if (now.locked or now.polls) and now.others:
-            return verdict.only_if(f"rank {rank} is not let go on by another thread of it: it has {now.others[0]}")
-        if rank not in seen and place is not None and SLEEP.search(place.what):
-            return verdict.only_if(f"rank {rank} does not come when its sleep ends")
-    return None
+    seen = case.look(case.everybody)
+    doubts = [why for rank in verdict.ranks if (why := _unless(case, rank, seen))]
+    return verdict.only_if(" and ".join(doubts[:2])) if doubts else None
+
+
+def _unless(case: Case, rank: int, seen: Mapping[int, Moves]) -> str:
+    """What must not happen for a rank to stay where it is outside of calls, as a clause; "" where nothing can."""
+    now = seen.get(rank)
+    what = next((h.event.operation for h in case.hosts(Standing.OUTSIDE) if h.rank == rank and h.event is not None), "")
+    lasts = f"rank {rank} does not come out of {what or 'what it is in'}"
+    if STOPPED in what:
+        return f"nobody lets rank {rank} go on (kill -CONT, or the debugger)"
+    if HELD.search(what):
+        return lasts
+    if now is None:
+        return f"rank {rank} does not come when its sleep ends" if sleeps(what) else lasts
+    ends = f"rank {rank} does not come when its wait ends by {now.main}" if now.main else ""
+    if now.main.startswith(CLOCK):
+        return ends
+    outside = now.outside
+    if outside is not None and not (now.others and outside.holders == frozenset({now.pid})):
+        stuck = outside.holders is not None and all(_is_stuck(case, rank, pid, seen) for pid in outside.holders)
+        return ends if stuck else outside.unless.replace(WHO, f"rank {rank}")
+    if ends:
+        return ends
+    if now.others and (outside is not None or now.locked or now.polls):
+        return f"rank {rank} is not let go on by another thread of it: it has {now.others[0]}"
+    return "" if now.locked else lasts
+
+
+def _is_stuck(case: Case, rank: int, pid: int, seen: Mapping[int, Moves]) -> bool:
+    """Whether the process `pid` is that of `rank`, or of one that waits in a call that `rank` is missing from, and no
+    other thread of it moves.
+    """
+    other = next((each for each, now in seen.items() if now.pid == pid and not now.others), None)
+    if other is None or other == rank:
+        return other == rank
+    # Of waits of which all must end, one that lasts is enough; of those of which any may, it is not.
+    graph = case.graph.subgraph([node for node in case.graph if case.graph.nodes[node].get("mode") != "or"])
+    one, end = ("host", other, ""), ("host", rank, "")
+    return one in graph and end in graph and nx.has_path(graph, one, end)
 
 
 def it_waits_for_itself(case: Case) -> Verdict | None:
@@ -99,5 +131,5 @@ def it_waits_for_itself(case: Case) -> Verdict | None:
     verdict, where = case.verdict, case.where
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
-    idle = [rank for rank in verdict.ranks if rank in where and OWN_WAIT.search(where[rank].what)]
+    idle = [rank for rank in verdict.ranks if rank in where and idles(where[rank].what) is By.OWN]
     return replace(verdict, cls=Class.MISSING, fix=words.THROUGH) if len(idle) == len(verdict.ranks) else None

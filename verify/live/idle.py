@@ -4,7 +4,7 @@ A rank that makes no call may be at work, or wait for work: for data from a disk
 program writes, for a request. None of that is a fault. It is idle, and stays so, if for `patience_s`
 
 - its main thread has not run once (the kernel counts how often it was switched to) and waits for another thread of the
-  process, in a futex of its own without a timeout that would have woken it, nor has it a handler for a clock's signal;
+  process, in a futex of its own without a timeout that would have woken it, nor has it a handler for a signal that may come;
 - no other thread of it could be waiting for something from outside, or for the clock: one that sleeps may be what the
   main thread waits for. Threads of torch, its backends and this record wait so for ever, look at what other ranks do,
   and are known by their names (a thread of Python that the program started is not among them). None waits for a disk;
@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from verify.live.timed import alarmed, shared, timed
+from verify.live.timed import shared, signalled, timed
 
 BUSY: Final = 0.05
 """Share of one processor that a process with a few threads that only tick may use."""
@@ -54,7 +54,7 @@ def sample(pid: int) -> Sample | None:
         ticks = int(fields[11]) + int(fields[12])
         lines = (tasks / str(pid) / "status").read_text(errors="replace").splitlines()
         switches = sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
-        still = _locked(tasks / str(pid)) and not _children(tasks) and not alarmed(tasks.parent)
+        still = _locked(tasks / str(pid)) and not _children(tasks) and not signalled(tasks.parent)
         for task in tasks.iterdir():
             if not still:
                 break

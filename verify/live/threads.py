@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify.live.idle import INPUT, OURS
-from verify.live.timed import alarmed, remaining, shared, timed
+from verify.live.timed import remaining, shared, signalled, timed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from verify.live.outside import Outside
 
 AUTOGRAD: Final = "pt_autograd"
 """How the names of the threads of torch begin that run code of the program."""
@@ -31,13 +33,16 @@ class Moves(NamedTuple):
     """What may move in a process. main: by what the wait of its main thread ends by itself, "" if it does not, or is
     in a call. locked: whether that waits for another thread of the process. polls: whether it waits for any of several
     files, which another thread may write to, as an event loop does. others: what other threads do that may go on by
-    themselves, a text each.
+    themselves, a text each. pid: its number, 0 where it is none of this host's. outside: what its main thread waits for
+    outside of it, where that was looked at (`verify.live.outside`).
     """
 
     main: str = ""
     locked: bool = True
     others: tuple[str, ...] = ()
     polls: bool = False
+    pid: int = 0
+    outside: Outside | None = None
 
     @property
     def closed(self) -> bool:
@@ -79,7 +84,7 @@ def moves(pid: int) -> Moves | None:
     others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
     others = (*others, *["a child process that works for it"] * child)
     locked = where.startswith("futex") and not lent
-    return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS))
+    return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS), pid)
 
 
 def _ends(task: Path) -> str:
@@ -87,8 +92,8 @@ def _ends(task: Path) -> str:
     if shared(task):
         return "another process"
     if not timed(task):
-        if alarmed(task):
-            return "the signal of a clock that it catches"
+        if caught := signalled(task):
+            return f"a signal that it catches ({caught})"
         # What a file or a socket gives is not up to the job, and neither is it sure to come.
         return "a child process" if _function(task) in ("do_wait", "kernel_wait4", "do_wait4") else ""
     return _clock(task)
