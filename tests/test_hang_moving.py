@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernel.record import Kind
+from kernel.record.foreign import members_of, members_text
 from tests.fr_dumps import Recorder, save
 from tests.installed_rings import Rank, pair
 from verify.blame import Certainty, Class
@@ -24,6 +27,7 @@ from verify.readers.gather import gather, merge
 from verify.readers.record import RecordReader
 
 if TYPE_CHECKING:
+    from kernel.record.foreign import Group
     from verify.hang.diagnosis import Diagnosis
 
 MEGATRON = Path(__file__).parent / "data" / "fr" / "megatron16"
@@ -166,11 +170,13 @@ def test_a_line_that_waits_for_a_future_is_seen_where_its_file_is_here(tmp_path:
 # -- creations of groups ---------------------------------------------------------------------------------------------
 
 
-def creates(rank: Rank, made: bool, line: int, tag: str = "") -> None:
-    call = rank.call(rank.group("new groups", 0, 1, 2), "INIT", line=line, medium="host", tag=tag)
+def creates(rank: Rank, made: bool, line: int, tag: str = "", group: Group | None = None) -> int:
+    group = group or rank.group("new groups", *range(4 if "3" in tag else 3))
+    call = rank.call(group, "INIT", line=line, medium="host", tag=tag)
     rank.wait(call)
     if made:
         rank.done(call)
+    return call
 
 
 def test_a_group_with_other_members_on_some_ranks_is_a_mismatch(tmp_path: Path) -> None:
@@ -201,6 +207,61 @@ def test_creations_whose_members_are_recorded_name_the_odd_one(tmp_path: Path) -
     found = told(tmp_path).verdict
     assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CERTAIN, (1,))
     assert any("train.py:11" in line for line in found.chain)
+    assert "new_group" in found.fix
+
+
+def test_parts_of_the_ranks_that_make_a_group_each_are_right(tmp_path: Path) -> None:
+    """Ranks 2 and 3 have made theirs, rank 0 waits for rank 1, which has not come: no other one is at fault."""
+    ranks = [Rank(tmp_path, number, 4) for number in (0, 1, 2, 3)]
+    groups = [rank.group("new groups", 0, 1, 2, 3) for rank in ranks]
+    open_ = creates(ranks[0], False, 10, "0,1", groups[0])
+    for number in (2, 3):
+        creates(ranks[number], True, 12, "2,3", groups[number])
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISSING, Certainty.CONDITIONAL, (1,))
+    creates(ranks[1], True, 11, "0,1", groups[1])
+    # It waits still: two groups of one number take each other's members.
+    assert told(tmp_path).verdict.cls is Class.MISMATCH
+    ranks[0].done(open_)
+    assert told(tmp_path).verdict.cls is Class.NONE
+
+
+def test_who_is_not_to_be_in_a_group_is_not_waited_for(tmp_path: Path) -> None:
+    """Ranks 0 and 1 make their group; rank 2, which is to call new_group too, is late, and so is rank 1."""
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    creates(ranks[0], False, 10, tag="0,1")
+    assert told(tmp_path).verdict.ranks == (1,)
+
+
+def test_a_rank_that_makes_other_groups_in_other_order_is_the_odd_one(tmp_path: Path) -> None:
+    """Rank 0 makes {0, 1, 2} first, the others {0, 1}: what is made is wrong from the first number on."""
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    creates(ranks[0], False, 10, tag="0-2")
+    creates(ranks[1], False, 20, tag="0,1")
+    group = ranks[2].group("new groups", 0, 1, 2)
+    creates(ranks[2], True, 20, "0,1", group)
+    creates(ranks[2], False, 21, "0-2", group)
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CERTAIN, (0,))
+    assert "Call 1 on new groups" in found.say
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60, unique=True), st.integers(1, 9), st.integers(1, 40))
+def test_lists_of_members_are_told_shortly(ranks: list[int], step: int, count: int) -> None:
+    for each in (ranks, sorted(ranks), [7 + step * n for n in range(count)]):
+        text = members_text(each)
+        assert len(text) <= 160
+        assert members_of(text) in (tuple(each), None)
+        assert len(text) < 100 or members_of(text) is None or len(each) > 20
+    assert len(members_text([7 + step * n for n in range(count)])) < 16
+    assert members_of(members_text(list(range(4096)))) == tuple(range(4096))
+
+
+def test_members_that_differ_are_told_apart_however_many() -> None:
+    one = [n * n for n in range(400)]
+    assert members_of(members_text(one)) is None
+    assert members_text(one) != members_text([*one[:-1], 400 * 400])
+    assert members_of("#7") is None
 
 
 # -- who was first, and who is not there -----------------------------------------------------------------------------

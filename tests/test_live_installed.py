@@ -113,6 +113,18 @@ def test_calls_that_differ(tmp_path: Path) -> None:
     assert (found.verdict.cls, found.verdict.ranks) == (Class.MISMATCH, ())
 
 
+def test_groups_that_are_made_with_other_members(tmp_path: Path) -> None:
+    """Each rank waits in its own creation for the other one."""
+    for number, members in enumerate(("0,1", "0-2")):
+        rank = Rank(tmp_path, number, 3)
+        rank.wait(rank.call(rank.group("new groups", 0, 1, 2), "INIT", medium="host", tag=members))
+    found = Job(tmp_path).look(2)
+    assert found is not None
+    assert (found.verdict.cls, found.verdict.certainty) == (Class.MISMATCH, Certainty.CERTAIN)
+    assert "[0,1]" in found.verdict.say
+    assert "[0-2]" in found.verdict.say
+
+
 def test_a_rank_that_raised_while_another_waits(tmp_path: Path) -> None:
     (one, group), (other, _) = pair(tmp_path)
     one.wait(one.call(group))

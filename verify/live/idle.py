@@ -4,7 +4,7 @@ A rank that makes no call may be at work, or wait for work: for data from a disk
 program writes, for a request. None of that is a fault. It is idle, and stays so, if for `patience_s`
 
 - its main thread has not run once (the kernel counts how often it was switched to) and waits for another thread of the
-  process, in a futex of its own without a timeout that would have woken it, nor has it a handler for a signal that may come;
+  process, in a futex of its own without a timeout that would have woken it, nor does it catch a signal that may come;
 - no other thread of it could be waiting for something from outside, or for the clock: one that sleeps may be what the
   main thread waits for. Threads of torch, its backends and this record wait so for ever, look at what other ranks do,
   and are known by their names (a thread of Python that the program started is not among them). None waits for a disk;

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
+from verify.readers.creations import settled
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
 from verify.readers.killed import came_after
@@ -148,7 +149,7 @@ def of_rings(
     moved = [ring.recording.wall(ring.newest.time_ns) for ring in rings.values() if ring.newest is not None]
     found = Found(
         source,
-        events=tuple(events),
+        events=tuple(settled(events)),
         present=frozenset(rings),
         expected=frozenset(everybody),
         unknown=tuple(unknown),
