@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verify.blame import Class, judge
 from verify.evidence import situation_of
 from verify.hang.restarts import kept_apart
-from verify.hang.stacks import places, recorded, standings
+from verify.hang.stacks import places_of, recorded, standings
 from verify.live.threads import See, nothing_seen
 from verify.matching import Standing
 from verify.waitgraph import across_threads, stuck, wait_graph
@@ -49,7 +49,7 @@ class Case:
     def of(cls, found: Found, quiet: bool, look: See = nothing_seen) -> Case:
         """As the wait-for graph alone judges."""
         found = replace(found, events=kept_apart(found.events))
-        where = places(found.stacks, found.lively)
+        where = places_of(found)
         everybody = tuple(sorted({*found.expected, *found.present, *where}))
         known, where = recorded(found, where)
         told = standings(found.events, {rank: place for rank, place in where.items() if rank not in known})

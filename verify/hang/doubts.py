@@ -213,7 +213,7 @@ def nobody_waits(case: Case) -> Verdict | None:
     who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
     inside = [p for rank, p in case.where.items() if p.at is At.COLLECTIVE and rank not in case.known]
     if inside:
-        call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].site}, which the record does not show"
+        call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].spot}, which the record does not show"
         return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
     none = "no call that is open lacks a member" if case.open_ranks else "no call is open"
     return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")

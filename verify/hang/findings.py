@@ -300,8 +300,8 @@ def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[i
     meeting = graph.nodes[op]["meeting"]
     place = where.get(rank)
     if meeting.key[0].name == f"? {At.STORE}" and place is not None:
-        return f"rank {rank} waits at {place.site} for a key of the store, which rank {other} has not set"
+        return f"rank {rank} waits at {place.spot} for a key of the store, which rank {other} has not set"
     if meeting.key[0].name.startswith("?") and place is not None:
         what = "for its device" if place.at is At.DEVICE else f"in {place.what}"
-        return f"rank {rank} waits at {place.site} {what}, which needs rank {other}"
+        return f"rank {rank} waits at {place.spot} {what}, which needs rank {other}"
     return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"

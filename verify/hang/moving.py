@@ -14,8 +14,8 @@ import networkx as nx
 from verify import words
 from verify.blame import Certainty, Class, Verdict, shortest_cycle
 from verify.hang.idling import By, idles, sleeps
-from verify.hang.stacks import At, places
-from verify.live.outside import WHO
+from verify.hang.stacks import At, places_of
+from verify.live.outside import WHO, beyond
 from verify.matching import Standing
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def stacks_contradict_it(case: Case) -> Verdict | None:
     if verdict.cls is not Class.CYCLE or verdict.certainty is Certainty.UNDECIDED:
         return None
     ring = {node[1] for node in case.core if node[0] == "host" and not node[2]}
-    mine = places(case.found.stacks)
+    mine = places_of(replace(case.found, lively=frozenset()))
     for rank in sorted(ring & mine.keys()):
         place = mine[rank]
         if place.at in (At.OUTSIDE, At.RUNNING):
             how = "runs" if place.at is At.RUNNING else "stands"
-            where = f"rank {rank} {how} in {place.what} at {place.site}, by its stack, and waits in no call"
+            where = f"rank {rank} {how} in {place.what} at {place.spot}, by its stack, and waits in no call"
             return verdict.undecided(f"{where}; without that {words.ring(verdict.say)}")
     return None
 
@@ -88,7 +88,12 @@ def its_wait_may_end(case: Case) -> Verdict | None:
 
 def _unless(case: Case, rank: int, seen: Mapping[int, Moves]) -> str:
     """What must not happen for a rank to stay where it is outside of calls, as a clause; "" where nothing can."""
-    now = seen.get(rank)
+    now, place = seen.get(rank), case.where.get(rank)
+    if now is not None and place is not None and place.thread and place.tid is not None:
+        # Its main thread waits for that one.
+        apart = beyond(now.pid, place.tid)
+        if apart is not None:
+            return apart.unless.replace(WHO, f"rank {rank}")
     what = next((h.event.operation for h in case.hosts(Standing.OUTSIDE) if h.rank == rank and h.event is not None), "")
     lasts = f"rank {rank} does not come out of {what or 'what it is in'}"
     if STOPPED in what:

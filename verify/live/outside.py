@@ -63,9 +63,11 @@ class Outside(NamedTuple):
     holders: frozenset[int] | None = None
 
 
-def beyond(pid: int, machine: str | None = None) -> Outside | None:
-    """What the main thread of a process waits for outside of it; None where it does not, or that is not told."""
-    task = Path(f"/proc/{pid}/task/{pid}")
+def beyond(pid: int, tid: int | None = None, machine: str | None = None) -> Outside | None:
+    """What a thread waits for outside of its process; None where it does not, or that is not told. tid: None for the
+    main thread.
+    """
+    task = Path(f"/proc/{pid}/task/{pid if tid is None else tid}")
     with suppress(OSError, ValueError, IndexError, struct.error):
         number, *words = (task / "syscall").read_text().split()
         kind = _KINDS.get(machine or platform.machine(), {}).get(int(number), "")

@@ -18,6 +18,8 @@ class Damaged(UsageError):
     """A file that its writer did not finish, or that was cut or changed since. In a folder the others still tell."""
 
 
+KERNEL = "[kernel]"
+"""The file of a frame that says where Linux keeps the thread (/proc/PID/wchan)."""
 ENDED = "one of its threads is gone: "
 """How a remark begins that is told of any rank, as it may be the cause though another rank is blamed."""
 
@@ -34,7 +36,7 @@ GROUP_UNTOLD = "some timeouts do not say which group they are of"
 class Stack:
     """Where a host thread stood. frames: innermost first. holds_gil: as the tool said, None where it did not.
 
-    awake: it ran between two looks, so that it is not blocked where it was seen.
+    awake: it ran between two looks, so that it is not blocked where it was seen. tid: its number, as Linux has it.
     """
 
     rank: int | None
@@ -43,6 +45,7 @@ class Stack:
     pid: int | None = None
     holds_gil: bool | None = None
     awake: bool = False
+    tid: int | None = None
 
 
 class Named(NamedTuple):
