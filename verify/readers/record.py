@@ -32,6 +32,7 @@ from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
+from verify.readers.killed import LATER, Death, came_after, death
 from verify.runs import has_rings
 
 if TYPE_CHECKING:
@@ -132,7 +133,9 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
     unknown: list[str] = []
     recordings = {rank: ring.recording for rank, ring in rings.items()}
     everybody = set(world_of(recordings.values()))
+    later = came_after({rank: ring.death for rank, ring in rings.items()}, everybody)
     for rank, ring in sorted(rings.items()):
+        ring.died_later = rank in later
         events += ring.standing()
         unknown += [f"{source}: rank {rank}: {text}" for text in ring.unknown]
     if absent := sorted(everybody - set(recordings)):
@@ -179,7 +182,7 @@ class Ring:
 
     patience_s: see the module; None to conclude nothing from silence. running: whether the writer's process runs.
     recording: of the reading taken last. newest_ns: of its events. flying: submissions that the device has not
-    finished. raised: the exception that the rank left by. waits: what the host waits in.
+    finished. raised: the exception that it left by. waits: what the host waits in. died_later: see `came_after`.
     """
 
     def __init__(
@@ -197,6 +200,7 @@ class Ring:
         self.raised: Entry | None = None
         self.waits: dict[str, Entry] = {}
         self.lost_graphs = 0
+        self.died_later = False
         self._running_process = running or alive
         self._patience_ns = None if patience_s is None else int(patience_s * 1e9)
         self._label = ""
@@ -360,6 +364,14 @@ class Ring:
         return [self._wait(waits[-1], calls)] if waits else []
 
     @property
+    def death(self) -> Death:
+        """How it ended, as far as it is known."""
+        recording, raised = self.recording, self.raised
+        killed = raised is None and recording.closed_ns is None and self._running_process(recording) is False
+        waits = any(call.state is not State.COMPLETED for call in (*self._early.values(), *self._calls.values()))
+        return death(recording, killed, None if raised is None else raised.time_ns, self.newest_ns, waits)
+
+    @property
     def orphaned(self) -> bool:
         """Whether it gave up since its launcher was gone."""
         text = "" if self.raised is None else self.raised.text
@@ -370,14 +382,15 @@ class Ring:
         if raised is not None and raised.text.startswith(CONSEQUENCE):
             self.unknown.append(f"left because of another one: {raised.text[:200]}")
             if any(call.state is not State.COMPLETED for call in calls.values()):
-                # What it was in when the other one was lost says more than that it gave up.
-                return None
-        if raised is not None and not raised.text.startswith(CONSEQUENCE):
+                return None  # what it was in when the other one was lost says more than that it gave up
+        elif raised is not None:
             return Event(self.rank, What.EXIT, raised.text, site=self._site(raised.site), state=State.COMPLETED)
         if recording.closed_ns is not None:
             return Event(self.rank, What.EXIT, state=State.COMPLETED)
         if self._running_process(recording) is False:
-            self.unknown.append(f"its process {recording.pid} is gone and has not said why")
+            self.unknown.append(f"its process {recording.pid} is gone and has not said why{LATER * self.died_later}")
+            if self.died_later:
+                return None
             return Event(self.rank, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
         return None
 
@@ -449,7 +462,7 @@ class Ring:
         if recording.dropped:
             self.unknown.append(f"{recording.dropped} older events are overwritten")
         if recording.torn or recording.truncated:
-            cut = ", and the file is cut off" if recording.truncated else ""
+            cut = ", and the file is cut off" * recording.truncated
             self.unknown.append(f"{recording.torn} events cannot be read{cut}")
         if self.lost_graphs:
             self.unknown.append(f"{self.lost_graphs} graph launches cannot be numbered")
