@@ -13,10 +13,11 @@ from kernel.journal import Journal, groups
 from kernel.program import Program
 from kernel.record import Kind as RecordKind
 from kernel.record import Recorder, read_run, ring_path
+from kernel.record.foreign import OVER
 from kernel.request import Phase
 from kernel.topology import Role, World
 from tests.installed_rings import Rank, pair
-from verify.blame import Class
+from verify.blame import Certainty, Class
 from verify.hang.diagnosis import diagnose_found
 from verify.readers.installed import of_rings
 from verify.readers.installed_ring import Ring
@@ -86,6 +87,37 @@ def test_a_job_that_was_killed_while_nobody_waited_was_killed(tmp_path: Path) ->
     found = after_death(tmp_path, {0: 1.0, 1: 1.0}).verdict
     assert found.certainty == "undecided"
     assert "left by being killed" in found.say
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_helper_that_had_ended_is_no_thread_that_might_have_called(ended: bool, tmp_path: Path) -> None:
+    """Each rank has had a thread that made a call, as of a checkpoint."""
+    for rank in crossing(tmp_path):
+        call = rank.thread(1, "saver").call(rank.group("saves", 0, 1))
+        rank.over(call)
+        if ended:
+            rank.text(RecordKind.MARK, OVER)
+    found = after_death(tmp_path, {0: 30.0, 1: 30.0}).verdict
+    assert (found.certainty is Certainty.UNDECIDED) is not ended
+    assert (found.cls, sorted(found.ranks)) == ("cycle", [0, 1] if ended else [])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_calls_of_a_thread_that_had_ended_are_its_main_threads(waits: bool, tmp_path: Path) -> None:
+    """The saver of rank 1 has ended, and its next one has not come: no thread that has left is to blame."""
+    (first, group), (second, other) = pair(tmp_path)
+    for rank, both in ((first, group), (second, other)):
+        rank.thread(1, "saver").over(rank.call(both))
+        rank.text(RecordKind.MARK, OVER)
+        rank.thread(0)
+    if waits:  # a call that the saver has left open, and nobody waits for
+        second.thread(1).call(second.group("own", 0, 1))
+        second.thread(0)
+    first.wait(first.call(group))
+    found = after_death(tmp_path, {0: 30.0, 1: 30.0}).verdict
+    assert (found.cls, found.certainty, found.ranks) == ("missing", "conditional", (1,))
+    assert "has left" not in found.say
+    assert "saver" not in found.say
 
 
 # -- runs of ours, whose ranks do not write down the time --------------------------------------------------------------
