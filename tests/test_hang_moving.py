@@ -135,6 +135,8 @@ def test_a_pipe_that_only_who_waits_for_the_reader_could_write_to_stays_empty(
     found = told(tmp_path, main(1, inner, LINE), now={0: waits, 1: reads}).verdict
     assert (found.cls, found.ranks) == (Class.OUTSIDE, (1,))
     assert (found.certainty is Certainty.CERTAIN) is not (moves or both)
+    stuck = "whoever could end the wait of rank 1 is stuck as well: rank 1 gets nothing"
+    assert (stuck in found.chain) is not (moves or both)
 
 
 # -- stacks as text --------------------------------------------------------------------------------------------------

@@ -83,7 +83,14 @@ def its_wait_may_end(case: Case) -> Verdict | None:
         return None
     seen = case.look(case.everybody)
     doubts = [why for rank in verdict.ranks if (why := _unless(case, rank, seen))]
-    return verdict.only_if(" and ".join(doubts[:2])) if doubts else None
+    if doubts:
+        return verdict.only_if(" and ".join(doubts[:2]))
+    known = [(rank, now.outside) for rank in verdict.ranks if (now := seen.get(rank)) and now.outside is not None]
+    lines = [
+        f"whoever could end the wait of rank {rank} is stuck as well: {outside.unless.replace(WHO, f'rank {rank}')}"
+        for rank, outside in known
+    ]
+    return replace(verdict, chain=(*verdict.chain, *lines)) if lines else None
 
 
 def _unless(case: Case, rank: int, seen: Mapping[int, Moves]) -> str:

@@ -30,8 +30,9 @@ INPUT: Final = (
     "partner", "open",
 )  # fmt: skip
 """What the name of the kernel's function has in which a thread waits for something from outside of its process."""
-OURS: Final = ("pt_", "gloo", "c10", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
+OURS: Final = ("pt_gloo", "pt_nccl", "pt_tcpstore", "gloo", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
 """How the names of the threads begin that torch, its backends and the record start, and that wait for other ranks only.
+Others of torch (`pt_autograd`, `pt_data_pin`, those of its RPC) run code of the program.
 
 All of them tick: gloo's loop every 10 ms, torch's watchdogs and the record's thread several times a second."""
 

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
     from verify.live.outside import Outside
 
-AUTOGRAD: Final = "pt_autograd"
-"""How the names of the threads of torch begin that run code of the program."""
-
-
 POLLS: Final = ("poll", "select")
 """What the name of the kernel's function has in which a thread waits for any of several files."""
 
@@ -112,7 +108,7 @@ def _moves(task: Path) -> str | None:
         where, limited = _function(task), timed(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return ""
-    if name.startswith(OURS) and not name.startswith(AUTOGRAD):
+    if name.startswith(OURS):
         return ""
     if state != "S":
         return "a thread that runs" if state == "R" else "a thread that waits for a disk" if state == "D" else ""
