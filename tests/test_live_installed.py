@@ -232,7 +232,7 @@ def test_idle_means_that_nothing_happened_for_the_whole_time(steps: list[tuple[f
         patch.setattr(idle.os, "sysconf", lambda _: 100)
         for passed, ran, recorded, still, used in steps:
             now, switches, last, ticks = now + passed, switches + ran, last + recorded, ticks + used
-            patch.setattr(idle, "sample", lambda _, now=(switches, ticks, still): Sample(*now))
+            patch.setattr(idle, "sample", lambda _, now=({1: switches}, ticks, still): Sample(*now))
             one.look(1, last)
             if not still:
                 since = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from verify.live.idle import INPUT, OURS
+from verify.live.idle import INPUT, OURS, switches
 from verify.live.timed import remaining, shared, signalled, timed
 
 if TYPE_CHECKING:
@@ -70,15 +70,18 @@ def moves(pid: int) -> Moves | None:
     """What may move in a process of this host; None where the system does not tell, or it is gone."""
     tasks = Path(f"/proc/{pid}/task")
     try:
+        before = switches(tasks)
         each = {int(task.name): _moves(task) for task in tasks.iterdir()}
         child = any((task / "children").read_text().strip() for task in tasks.iterdir())
         where, lent = _function(tasks / str(pid)), shared(tasks / str(pid))
+        # Threads that hand on to one another may each be seen to wait, though at no moment all of them did.
+        ran = switches(tasks) != before
     except (OSError, ValueError):
         return None
     if any(what is None for what in each.values()):
         return None
     others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
-    others = (*others, *["a child process that works for it"] * child)
+    others = (*others, *["a child process that works for it"] * child, *["threads that run in turn"] * ran)
     locked = where.startswith("futex") and not lent
     return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS), pid)
 
