@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from verify.live.outside import Outside
 
+DAY_S: Final = 86400.0
 POLLS: Final = ("poll", "select")
 """What the name of the kernel's function has in which a thread waits for any of several files."""
 
@@ -100,7 +101,9 @@ def _ends(task: Path) -> str:
 
 def _clock(task: Path) -> str:
     left = remaining(task)
-    return "the clock" if left is None else f"the clock, in {max(left, 0.0):.0f} s"
+    if left is None:
+        return "the clock"
+    return f"the clock, in {max(left, 0.0):.0f} s" if left < 2 * DAY_S else f"the clock, in {left / DAY_S:.0f} days"
 
 
 def _moves(task: Path) -> str | None:
