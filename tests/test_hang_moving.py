@@ -139,6 +139,31 @@ def test_a_pipe_that_only_who_waits_for_the_reader_could_write_to_stays_empty(
     assert (stuck in found.chain) is not (moves or both)
 
 
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_call_that_a_rank_has_open_may_let_it_go(moves: bool, waited: bool, tmp_path: Path) -> None:
+    """Rank 0 waits for an event, and has a call open that rank 1 may make from another thread, if one of it moves. Its
+    main thread waits for rank 0. waited: a thread of rank 0 waits for that call, and no callback of it is needed.
+    """
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    own, _ = (rank.group("own", 0, 1) for rank in (first, second))
+    call = first.call(own, asynchronous=True)
+    if waited:
+        first.thread(1, "waiter").wait(call)
+    second.wait(second.call(other))
+    stands = main(0, Site("/lib/python3.11/site-packages/x.py", 1, "Event.wait"), LINE)
+    others = ("a thread that waits for the clock, in 9 s",) if moves else ()
+    found = told(tmp_path, stands, now={0: Moves(), 1: Moves(others=others)}).verdict
+    if waited:  # a ring by way of the thread, or that thread is let go
+        assert (found.cls is Class.CYCLE) or found.certainty is not Certainty.CERTAIN
+        return
+    assert (found.cls, found.ranks) == (Class.MISSING, (0,))
+    assert found.certainty is (Certainty.CONDITIONAL if moves else Certainty.CERTAIN)
+    assert ("the end of all_reduce (call 1 on own), which rank 0 has open, does not let it go on" in found.say) is moves
+
+
 # -- stacks as text --------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Final
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
 from verify.hang.idling import idles
-from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
+from verify.hang.moving import (
+    a_call_of_it_may_let_it_go,
+    another_thread_may_call,
+    it_waits_for_itself,
+    its_wait_may_end,
+    stacks_contradict_it,
+)
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
 
@@ -285,6 +291,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     nobody_needs_it,
     its_wait_may_end,
     it_may_be_late,
+    a_call_of_it_may_let_it_go,
     it_may_be_through,
     it_waits_for_itself,
 )

@@ -15,7 +15,7 @@ from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, mismatch, needing, shortest_cycle
 from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
-from verify.hang.case import core_of
+from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
 from verify.hang.stacks import At, for_anybody, standings
@@ -109,17 +109,17 @@ def threads_that_wait_for_each_other(case: Case) -> Case | None:
     tied = frozenset(host.rank for host in case.hosts(Standing.BLOCKED) if not host.presumed)
     if not tied.intersection(verdict.ranks) or any(_kept(case, rank) for rank in verdict.ranks):
         return None
-    closed = frozenset(rank for rank, now in case.look(tied).items() if now.closed)
+    shut = closed(case.look, tied, case.situation)
     graph = wait_graph(case.situation, closed=tied)
     core = core_of(graph)
     found = judge(case.situation, graph, set(core))
     if found.cls is not Class.CYCLE:
         # Perhaps a rank that one of its threads waits for is the one that is missing.
-        graph = wait_graph(case.situation, closed=closed)
+        graph = wait_graph(case.situation, closed=shut)
         core = core_of(graph)
         found = judge(case.situation, graph, set(core))
-        return replace(case, graph=graph, core=core, verdict=found) if closed.intersection(verdict.ranks) else None
-    found = across_threads(case.situation, found, closed)
+        return replace(case, graph=graph, core=core, verdict=found) if shut.intersection(verdict.ranks) else None
+    found = across_threads(case.situation, found, shut)
     if found.certainty is not Certainty.UNDECIDED:
         line = f"every other thread of {words.ranks(tied)} waits for one of its own process, without a time limit"
         found = replace(found, chain=(*found.chain, line))

@@ -13,6 +13,7 @@ import networkx as nx
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, shortest_cycle
+from verify.hang.case import unattended
 from verify.hang.idling import By, idles, sleeps
 from verify.hang.stacks import At, places_of
 from verify.live.outside import WHO, beyond
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from verify.hang.case import Case
     from verify.live.threads import Moves
+    from verify.matching import Meeting
 
 HELD: Final = re.compile(r"interpreter lock|stop signal")
 """What keeps a process whatever its main thread waits for, by a clock or not."""
@@ -124,16 +126,44 @@ def _unless(case: Case, rank: int, seen: Mapping[int, Moves]) -> str:
 
 
 def _is_stuck(case: Case, rank: int, pid: int, seen: Mapping[int, Moves]) -> bool:
-    """Whether the process `pid` is that of `rank`, or of one that waits in a call that `rank` is missing from, and no
-    other thread of it moves.
+    """Whether the process `pid` is that of `rank`, or of one that is stuck before that comes, and no other thread of it
+    moves.
     """
     other = next((each for each, now in seen.items() if now.pid == pid and not now.others), None)
-    if other is None or other == rank:
-        return other == rank
+    return other is not None and (other == rank or _lacks(case, other, rank))
+
+
+def _lacks(case: Case, other: int, rank: int) -> bool:
+    """Whether `other` waits in a call that `rank` is missing from, itself or by way of further ranks."""
+    if unattended(case.situation, other):
+        return False
     # Of waits of which all must end, one that lasts is enough; of those of which any may, it is not.
     graph = case.graph.subgraph([node for node in case.graph if case.graph.nodes[node].get("mode") != "or"])
     one, end = ("host", other, ""), ("host", rank, "")
     return one in graph and end in graph and nx.has_path(graph, one, end)
+
+
+def a_call_of_it_may_let_it_go(case: Case) -> Verdict | None:
+    """A rank that stands elsewhere for good as far as its threads go, but has a call open that may end: what is chained
+    to it, as a callback of its future, then runs on a thread of torch, and may let the rank go on.
+    """
+    verdict = case.verdict
+    if verdict.cls not in (Class.MISSING, Class.OUTSIDE) or verdict.certainty is not Certainty.CERTAIN:
+        return None
+    left = {host.rank for host in case.situation.hosts if host.standing in (Standing.EXITED, Standing.RAISED)}
+    seen = case.look(case.everybody) if case.found.whole.intersection(verdict.ranks) else {}
+    for rank in sorted(case.found.whole.intersection(verdict.ranks) - left):
+        for launch in unattended(case.situation, rank):
+            if not any(_never_ends(case, meeting, rank, seen) for meeting in launch.meetings):
+                what = words.operation(launch.meetings[0])
+                return verdict.only_if(f"the end of {what}, which rank {rank} has open, does not let it go on")
+    return None
+
+
+def _never_ends(case: Case, meeting: Meeting, rank: int, seen: Mapping[int, Moves]) -> bool:
+    """Whether a call lacks a member that is stuck before `rank` comes."""
+    lacking = {seat[0] for seat in meeting.seats if seat not in meeting.arrived}
+    return any(other in seen and not seen[other].others and _lacks(case, other, rank) for other in lacking)
 
 
 def it_waits_for_itself(case: Case) -> Verdict | None:
