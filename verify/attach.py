@@ -26,7 +26,8 @@ from verify.lineage import is_python, only_ranks
 from verify.readers import stacks
 from verify.readers.found import KERNEL, Found, Stack
 from verify.readers.jobs import of_one_job, refuse_two
-from verify.readers.record import alive, of_recordings
+from verify.readers.killed import alive
+from verify.readers.record import of_recordings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

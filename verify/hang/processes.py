@@ -14,7 +14,7 @@ from verify.attach import ring_paths
 from verify.live.outside import beyond
 from verify.live.threads import Moves, moves
 from verify.readers.installed import is_installed
-from verify.readers.record import alive
+from verify.readers.killed import alive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

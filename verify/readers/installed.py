@@ -26,9 +26,8 @@ from verify.events import Kind as What
 from verify.readers.creations import settled
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
-from verify.readers.killed import BY_HAND, LATER, Death, came_after, death
+from verify.readers.killed import BY_HAND, LATER, Death, alive, came_after, death
 from verify.readers.lines import brief
-from verify.readers.record import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

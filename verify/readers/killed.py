@@ -6,6 +6,8 @@ writes down the time four times a second, so that it is known about when that wa
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -60,3 +62,26 @@ def came_after(ranks: Mapping[int, Death], everybody: AbstractSet[int]) -> list[
     if later or set(killed) != set(everybody) or len(killed) < 2:
         return sorted(later)
     return sorted(killed) if any(each.waits for each in ranks.values()) else []
+
+
+def alive(recording: Recording) -> bool | None:
+    """Whether the process that wrote a ring still runs; None where that cannot be seen from here."""
+    try:
+        here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    if not recording.boot or recording.boot != here:
+        return None
+    try:
+        # A number may belong to another process by now; only its writer maps the ring.
+        with open(f"/proc/{recording.pid}/maps", errors="replace") as maps:
+            if any(line.rstrip().endswith(f"/{recording.path.name}") for line in maps):
+                return True
+    except PermissionError:
+        return True
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    except OSError:
+        return None
+    # A container that shares this directory has a name and process numbers of its own.
+    return False if recording.host == platform.node() else None

@@ -17,11 +17,9 @@ computing, and counts as having called what it has enqueued.
 
 from __future__ import annotations
 
-import platform
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
@@ -32,11 +30,12 @@ from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
-from verify.readers.killed import LATER, Death, came_after, death
+from verify.readers.killed import LATER, Death, alive, came_after, death
 from verify.runs import has_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from kernel.record import Event as Entry
 
@@ -150,31 +149,9 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
         unsure=frozenset(each for ring in rings.values() for each in ring.unsure),
+        lively=frozenset(rank for rank, ring in rings.items() if ring.lively),
         orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
     )
-
-
-def alive(recording: Recording) -> bool | None:
-    """Whether the process that wrote a ring still runs; None where that cannot be seen from here."""
-    try:
-        here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
-    if not recording.boot or recording.boot != here:
-        return None
-    try:
-        # A number may belong to another process by now; only its writer maps the ring.
-        with open(f"/proc/{recording.pid}/maps", errors="replace") as maps:
-            if any(line.rstrip().endswith(f"/{recording.path.name}") for line in maps):
-                return True
-    except PermissionError:
-        return True
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    except OSError:
-        return None
-    # A container that shares this directory has a name and process numbers of its own.
-    return False if recording.host == platform.node() else None
 
 
 class Ring:
@@ -258,6 +235,9 @@ class Ring:
         self.unknown = []
         calls = {**self._early, **self._calls}
         last = self._last(calls)
+        if self.lively and not last:
+            # It computes, or is about to do something: what it has not called it may yet call.
+            last = [Event(self.rank, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)]
         self._say()
         return [*_newest(list(calls.values())), *last]
 
@@ -424,17 +404,17 @@ class Ring:
     def _owner(call: Event) -> str:
         return "P" if "P" in call.queues else "D"
 
-    def _settled(self) -> bool:
-        """Whether the rank has been silent for long enough; what is dead or of another boot stays as it is."""
-        if self.newest_ns is None or self._patience_ns is None:
+    @property
+    def lively(self) -> bool:
+        """Whether it moved a moment ago, and its process runs: it may move again. What is dead stays as it is."""
+        if self.newest_ns is None or self._patience_ns is None or self.recording.closed_ns is not None:
             return False
-        if not self._running_process(self.recording):
-            return True
         age = time.monotonic_ns() - self.newest_ns
-        if 0 <= age < self._patience_ns:
-            self.unknown.append(f"moved {age / 1e9:.1f} s ago: {LOOK_AGAIN}")
-            return False
-        return True
+        return 0 <= age < self._patience_ns and bool(self._running_process(self.recording))
+
+    def _settled(self) -> bool:
+        """Whether the rank has been silent for long enough."""
+        return self.newest_ns is not None and self._patience_ns is not None and not self.lively
 
     def _wait(self, entry: Entry, calls: dict[tuple[str, int], Event]) -> Event:
         """The host's wait, for a submission, for all of P, for a rank, or for something else."""
@@ -468,6 +448,9 @@ class Ring:
             self.unknown.append(f"{self.lost_graphs} graph launches cannot be numbered")
         if self.newest_ns is None:
             self.unknown.append("its ring is empty")
+        elif self.lively:
+            age = max(0, time.monotonic_ns() - self.newest_ns) / 1e9
+            self.unknown.append(f"moved {age:.1f} s ago: {LOOK_AGAIN}")
 
     def _communicator(self, group: str) -> Communicator:
         known = self._comms.get(group)
