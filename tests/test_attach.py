@@ -27,7 +27,8 @@ from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
 from verify.hang.stacks import At, places
-from verify.readers.found import Stack
+from verify.hang.text import as_text
+from verify.readers.found import Found, Stack
 from verify.readers.record import RecordReader
 from verify.waitgraph import diagnose_events
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from verify.blame import Verdict
-    from verify.readers.found import Found
 
 WORLD = World(2)
 
@@ -312,6 +312,44 @@ def test_a_py_spy_that_fails_leaves_what_linux_says(script: str, said: str, stra
     assert len(found.stacks) == 1
     assert found.stacks[0].frames[0].file == "[kernel]"
     assert any(said in line and "\n" not in line for line in found.unknown)
+
+
+MISSES = """
+import pathlib, sys
+count = pathlib.Path(__file__).with_name("count")
+said = count.read_text() if count.exists() else ""
+count.write_text(said + "x")
+if len(said) {when}:
+    sys.exit("Error: Failed to get stack trace for thread 71")
+""" + SAYS.replace("{", "{{").replace("}", "}}")
+
+
+@pytest.mark.parametrize("when", ["< 3", "> 0"], ids=["at first", "at the second look"])
+def test_a_py_spy_that_misses_is_asked_again(when: str, stranger: int, tmp_path: Path) -> None:
+    found = attach([stranger], spy=spy(tmp_path, MISSES.format(when=when)))
+    assert [str(stack.frames[-1]) for stack in found.stacks] == ["train.py:7 in step"]
+    assert found.unknown == ()
+
+
+def test_a_py_spy_that_never_reads_is_said_with_what_to_do(stranger: int, tmp_path: Path) -> None:
+    found = attach([stranger], spy=spy(tmp_path, MISSES.format(when=">= 0")))
+    (line,) = found.unknown
+    assert line.startswith(f"pid {stranger}: no lines of Python: py-spy failed 4 times (Failed to get stack trace")
+    assert line.endswith(f"or add the text of `py-spy dump --native --pid {stranger}`")
+    assert len((tmp_path / "count").read_text()) == 8  # each look
+
+
+def test_where_linux_keeps_a_thread_is_no_line_of_a_program() -> None:
+    """Rank 1, of which no Python could be read, waits for a file while rank 0 is in a call."""
+    call = Site("/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 1, "all_reduce")
+    stuck = Stack(1, "MainThread", (Site("[kernel]", 0, "pipe_read"),))
+    waits = Stack(0, "MainThread", (call, Site("train.py", 7, "step")))
+    found = diagnose_found(Found("stacks", expected=frozenset({0, 1}), stacks=(waits, stuck)))
+    told = as_text(found)
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.OUTSIDE, (1,))
+    assert "a read of a pipe at a line that could not be read" in found.verdict.say
+    assert "[kernel]" not in told
+    assert ":0" not in told
 
 
 @pytest.mark.skipif(program("py-spy") is None, reason="py-spy, of the extra `test`, is not installed")

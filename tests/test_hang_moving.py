@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernel.record import Kind
+from kernel.record.foreign import members_of, members_text
 from tests.fr_dumps import Recorder, save
 from tests.installed_rings import Rank, pair
 from verify.blame import Certainty, Class
 from verify.events import Site
 from verify.hang.diagnosis import diagnose_found
 from verify.hang.stacks import At, places
+from verify.live.outside import Outside
 from verify.live.threads import Moves
 from verify.matching import Host
 from verify.readers import stacks
@@ -23,6 +27,7 @@ from verify.readers.gather import gather, merge
 from verify.readers.record import RecordReader
 
 if TYPE_CHECKING:
+    from kernel.record.foreign import Group
     from verify.hang.diagnosis import Diagnosis
 
 MEGATRON = Path(__file__).parent / "data" / "fr" / "megatron16"
@@ -72,6 +77,9 @@ def test_a_rank_that_stands_elsewhere_by_its_stack_waits_in_no_ring(awake: bool,
 
 SLEEPS = Moves(main="the clock, in 29 s", locked=False)
 HELPED = Moves(others=("a thread that waits for the clock, in 9 s",))
+ITSELF = Outside("pid 7 (x) writes nothing, which \0 reads", frozenset({7}))
+NOBODY = Outside("nobody types")
+PIPE = Moves(locked=False, pid=7, outside=Outside("pid 8 (x) writes nothing, which \0 reads", frozenset({8})))
 LOOPS = Moves(locked=False, polls=True, others=("a thread that runs",))
 
 
@@ -85,8 +93,17 @@ LOOPS = Moves(locked=False, polls=True, others=("a thread that runs",))
         ("Event.wait", HELPED, Class.MISSING, Certainty.CONDITIONAL, "it has a thread that waits for the clock"),
         ("Event.wait", Moves(), Class.MISSING, Certainty.CERTAIN, ""),
         ("EpollSelector.select", LOOPS, Class.OUTSIDE, Certainty.CONDITIONAL, "it has a thread that runs"),
-        ("FileIO.read", Moves(locked=False), Class.OUTSIDE, Certainty.CERTAIN, ""),
-        ("FileIO.read", HELPED._replace(locked=False), Class.OUTSIDE, Certainty.CERTAIN, ""),
+        ("Event.wait", None, Class.MISSING, Certainty.CONDITIONAL, "does not come out of Event.wait"),
+        ("FileIO.read", Moves(locked=False), Class.OUTSIDE, Certainty.CONDITIONAL, "does not come out of FileIO.read"),
+        ("FileIO.read", PIPE, Class.OUTSIDE, Certainty.CONDITIONAL, "pid 8 (x) writes nothing, which rank 1 reads"),
+        ("FileIO.read", PIPE._replace(outside=NOBODY), Class.OUTSIDE, Certainty.CONDITIONAL, "nobody types"),
+        ("FileIO.read", PIPE._replace(outside=ITSELF), Class.OUTSIDE, Certainty.CERTAIN, ""),
+        ("FileIO.read", PIPE._replace(outside=ITSELF, main="a signal that it catches (SIGUSR1)"), Class.OUTSIDE,
+         Certainty.CONDITIONAL, "SIGUSR1"),
+        ("socket.accept", PIPE._replace(outside=NOBODY, main="the clock, in 5 s"), Class.OUTSIDE,
+         Certainty.CONDITIONAL, "the clock, in 5 s"),
+        ("FileIO.read", PIPE._replace(outside=ITSELF, others=("a thread that runs",)), Class.OUTSIDE,
+         Certainty.CONDITIONAL, "it has a thread that runs"),
     ],
 )
 def test_a_wait_that_ends_by_itself_convicts_nobody(
@@ -100,6 +117,51 @@ def test_a_wait_that_ends_by_itself_convicts_nobody(
     found = told(tmp_path, main(1, inner, LINE), now={} if now is None else {1: now}).verdict
     assert (found.cls, found.certainty, found.ranks) == (cls, certainty, (1,))
     assert why in found.condition
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_pipe_that_only_who_waits_for_the_reader_could_write_to_stays_empty(
+    moves: bool, both: bool, tmp_path: Path
+) -> None:
+    """Rank 0 has the other end, and waits in a call that lacks rank 1, which reads; both: pid 9 has it as well."""
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    first.wait(first.call(one))
+    reads = Moves(locked=False, pid=7, outside=Outside("\0 gets nothing", frozenset({8, 9} if both else {8})))
+    waits = Moves(pid=8, others=("a thread that runs",) if moves else ())
+    inner = Site("/lib/python3.11/site-packages/x.py", 1, "FileIO.read")
+    found = told(tmp_path, main(1, inner, LINE), now={0: waits, 1: reads}).verdict
+    assert (found.cls, found.ranks) == (Class.OUTSIDE, (1,))
+    assert (found.certainty is Certainty.CERTAIN) is not (moves or both)
+    stuck = "whoever could end the wait of rank 1 is stuck as well: rank 1 gets nothing"
+    assert (stuck in found.chain) is not (moves or both)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_call_that_a_rank_has_open_may_let_it_go(moves: bool, waited: bool, tmp_path: Path) -> None:
+    """Rank 0 waits for an event, and has a call open that rank 1 may make from another thread, if one of it moves. Its
+    main thread waits for rank 0. waited: a thread of rank 0 waits for that call, and no callback of it is needed.
+    """
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    own, _ = (rank.group("own", 0, 1) for rank in (first, second))
+    call = first.call(own, asynchronous=True)
+    if waited:
+        first.thread(1, "waiter").wait(call)
+    second.wait(second.call(other))
+    stands = main(0, Site("/lib/python3.11/site-packages/x.py", 1, "Event.wait"), LINE)
+    others = ("a thread that waits for the clock, in 9 s",) if moves else ()
+    found = told(tmp_path, stands, now={0: Moves(), 1: Moves(others=others)}).verdict
+    if waited:  # a ring by way of the thread, or that thread is let go
+        assert (found.cls is Class.CYCLE) or found.certainty is not Certainty.CERTAIN
+        return
+    assert (found.cls, found.ranks) == (Class.MISSING, (0,))
+    assert found.certainty is (Certainty.CONDITIONAL if moves else Certainty.CERTAIN)
+    assert ("the end of all_reduce (call 1 on own), which rank 0 has open, does not let it go on" in found.say) is moves
 
 
 # -- stacks as text --------------------------------------------------------------------------------------------------
@@ -135,11 +197,13 @@ def test_a_line_that_waits_for_a_future_is_seen_where_its_file_is_here(tmp_path:
 # -- creations of groups ---------------------------------------------------------------------------------------------
 
 
-def creates(rank: Rank, made: bool, line: int, tag: str = "") -> None:
-    call = rank.call(rank.group("new groups", 0, 1, 2), "INIT", line=line, medium="host", tag=tag)
+def creates(rank: Rank, made: bool, line: int, tag: str = "", group: Group | None = None) -> int:
+    group = group or rank.group("new groups", *range(4 if "3" in tag else 3))
+    call = rank.call(group, "INIT", line=line, medium="host", tag=tag)
     rank.wait(call)
     if made:
         rank.done(call)
+    return call
 
 
 def test_a_group_with_other_members_on_some_ranks_is_a_mismatch(tmp_path: Path) -> None:
@@ -170,6 +234,61 @@ def test_creations_whose_members_are_recorded_name_the_odd_one(tmp_path: Path) -
     found = told(tmp_path).verdict
     assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CERTAIN, (1,))
     assert any("train.py:11" in line for line in found.chain)
+    assert "new_group" in found.fix
+
+
+def test_parts_of_the_ranks_that_make_a_group_each_are_right(tmp_path: Path) -> None:
+    """Ranks 2 and 3 have made theirs, rank 0 waits for rank 1, which has not come: no other one is at fault."""
+    ranks = [Rank(tmp_path, number, 4) for number in (0, 1, 2, 3)]
+    groups = [rank.group("new groups", 0, 1, 2, 3) for rank in ranks]
+    open_ = creates(ranks[0], False, 10, "0,1", groups[0])
+    for number in (2, 3):
+        creates(ranks[number], True, 12, "2,3", groups[number])
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISSING, Certainty.CONDITIONAL, (1,))
+    creates(ranks[1], True, 11, "0,1", groups[1])
+    # It waits still: two groups of one number take each other's members.
+    assert told(tmp_path).verdict.cls is Class.MISMATCH
+    ranks[0].done(open_)
+    assert told(tmp_path).verdict.cls is Class.NONE
+
+
+def test_who_is_not_to_be_in_a_group_is_not_waited_for(tmp_path: Path) -> None:
+    """Ranks 0 and 1 make their group; rank 2, which is to call new_group too, is late, and so is rank 1."""
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    creates(ranks[0], False, 10, tag="0,1")
+    assert told(tmp_path).verdict.ranks == (1,)
+
+
+def test_a_rank_that_makes_other_groups_in_other_order_is_the_odd_one(tmp_path: Path) -> None:
+    """Rank 0 makes {0, 1, 2} first, the others {0, 1}: what is made is wrong from the first number on."""
+    ranks = [Rank(tmp_path, number, 3) for number in (0, 1, 2)]
+    creates(ranks[0], False, 10, tag="0-2")
+    creates(ranks[1], False, 20, tag="0,1")
+    group = ranks[2].group("new groups", 0, 1, 2)
+    creates(ranks[2], True, 20, "0,1", group)
+    creates(ranks[2], False, 21, "0-2", group)
+    found = told(tmp_path).verdict
+    assert (found.cls, found.certainty, found.ranks) == (Class.MISMATCH, Certainty.CERTAIN, (0,))
+    assert "Call 1 on new groups" in found.say
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60, unique=True), st.integers(1, 9), st.integers(1, 40))
+def test_lists_of_members_are_told_shortly(ranks: list[int], step: int, count: int) -> None:
+    for each in (ranks, sorted(ranks), [7 + step * n for n in range(count)]):
+        text = members_text(each)
+        assert len(text) <= 160
+        assert members_of(text) in (tuple(each), None)
+        assert len(text) < 100 or members_of(text) is None or len(each) > 20
+    assert len(members_text([7 + step * n for n in range(count)])) < 16
+    assert members_of(members_text(list(range(4096)))) == tuple(range(4096))
+
+
+def test_members_that_differ_are_told_apart_however_many() -> None:
+    one = [n * n for n in range(400)]
+    assert members_of(members_text(one)) is None
+    assert members_text(one) != members_text([*one[:-1], 400 * 400])
+    assert members_of("#7") is None
 
 
 # -- who was first, and who is not there -----------------------------------------------------------------------------

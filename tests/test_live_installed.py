@@ -113,6 +113,18 @@ def test_calls_that_differ(tmp_path: Path) -> None:
     assert (found.verdict.cls, found.verdict.ranks) == (Class.MISMATCH, ())
 
 
+def test_groups_that_are_made_with_other_members(tmp_path: Path) -> None:
+    """Each rank waits in its own creation for the other one."""
+    for number, members in enumerate(("0,1", "0-2")):
+        rank = Rank(tmp_path, number, 3)
+        rank.wait(rank.call(rank.group("new groups", 0, 1, 2), "INIT", medium="host", tag=members))
+    found = Job(tmp_path).look(2)
+    assert found is not None
+    assert (found.verdict.cls, found.verdict.certainty) == (Class.MISMATCH, Certainty.CERTAIN)
+    assert "[0,1]" in found.verdict.say
+    assert "[0-2]" in found.verdict.say
+
+
 def test_a_rank_that_raised_while_another_waits(tmp_path: Path) -> None:
     (one, group), (other, _) = pair(tmp_path)
     one.wait(one.call(group))
@@ -220,7 +232,7 @@ def test_idle_means_that_nothing_happened_for_the_whole_time(steps: list[tuple[f
         patch.setattr(idle.os, "sysconf", lambda _: 100)
         for passed, ran, recorded, still, used in steps:
             now, switches, last, ticks = now + passed, switches + ran, last + recorded, ticks + used
-            patch.setattr(idle, "sample", lambda _, now=(switches, ticks, still): Sample(*now))
+            patch.setattr(idle, "sample", lambda _, now=({1: switches}, ticks, still): Sample(*now))
             one.look(1, last)
             if not still:
                 since = None

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.test_live_timed import REAL
-from verify.live.idle import sample
+from verify.live.idle import sample, switches
 from verify.live.threads import Moves, moves, of_processes
 
 if TYPE_CHECKING:
@@ -108,10 +109,18 @@ def test_a_process_that_is_gone_tells_nothing() -> None:
         (
             "import signal; signal.signal(signal.SIGALRM, print); signal.setitimer(signal.ITIMER_REAL, 600);"
             " threading.Event().wait()",
-            "the signal of a clock that it catches",
+            "a signal that it catches (SIGALRM)",
+        ),
+        (
+            "import signal; signal.signal(signal.SIGUSR1, print); threading.Event().wait()",
+            "a signal that it catches (SIGUSR1)",
+        ),
+        (
+            "import signal; signal.signal(signal.SIGRTMIN, print); threading.Event().wait()",
+            "a signal that it catches (a real-time signal)",
         ),
     ],
-    ids=["event of several processes", "signal"],
+    ids=["event of several processes", "clock", "another program", "real-time"],
 )
 def test_what_another_process_or_a_signal_ends(program: str, ends: str) -> None:
     """Such a wait is none for a thread of its own: the process is neither closed nor idle for good."""
@@ -120,3 +129,35 @@ def test_what_another_process_or_a_signal_ends(program: str, ends: str) -> None:
         found = sample(pid)
         assert found is not None
         assert not found.still
+
+
+def test_signals_that_end_a_process_let_no_thread_go_on() -> None:
+    program = "import faulthandler, signal; faulthandler.enable()\nfor s in (2, 15, 17): signal.signal(s, print)\n"
+    with process(program + "threading.Event().wait()") as pid:
+        assert seen(pid, lambda now: now.locked and not now.main).closed
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_threads_that_hand_on_to_one_another_are_not_all_waiting(ran: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is seen to wait, one after the other; that one ran meanwhile tells that they did not all at once."""
+    with process(HELPER.format("threading.Event().wait") + "threading.Event().wait()") as pid:
+        seen(pid, lambda now: now.closed)
+        counts = iter([{1: 10, 2: 20}, {1: 10, 2: 20 + ran}])
+        monkeypatch.setattr("verify.live.threads.switches", lambda _: next(counts))
+        now = moves(pid)
+        assert now is not None
+        assert now.closed is not ran
+        assert now.others == ("threads that run in turn",) * ran
+
+
+def test_a_thread_that_runs_is_counted() -> None:
+    program = HELPER.format("lambda: [time.sleep(0.01) for _ in range(10**6)]") + "threading.Event().wait()"
+    with process(program) as pid:
+        seen(pid, lambda now: now.locked)
+        tasks = Path(f"/proc/{pid}/task")
+        first = switches(tasks)
+        end = time.monotonic() + 60
+        while (now := switches(tasks)) == first:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert now.keys() == first.keys()

@@ -108,6 +108,15 @@ def test_threads_that_tick_for_ever_are_known_by_their_names(name: str) -> None:
         assert _harmless(task)
 
 
+@REAL
+@pytest.mark.parametrize("name", ["pt_data_pin", "pt_autograd_0", "pt_dist_engine", "c10worker"])
+def test_threads_of_torch_that_run_code_of_the_program_are_none_of_these(name: str) -> None:
+    event = threading.Event()
+    with Waiting(lambda: event.wait(TOO_LONG), event.set) as task:
+        (task / "comm").write_text(name)
+        assert not _harmless(task)
+
+
 @pytest.mark.parametrize(
     ("machine", "line", "answer"),
     [

@@ -74,14 +74,15 @@ def test_a_rank_that_may_be_running_is_missing_only_if_it_never_comes(tmp_path: 
     assert any("its main thread runs" in line for line in found.verdict.chain)
 
 
-def test_a_rank_that_is_blocked_outside_stays_certain(tmp_path: Path) -> None:
+def test_a_rank_that_is_blocked_outside_is_named_though_its_wait_may_end(tmp_path: Path) -> None:
     (one, group), (other, same) = pair(tmp_path)
     one.over(one.call(group))
     one.wait(one.call(group))
     other.over(other.call(same))
     sleeps = Stack(1, "MainThread", (Site("[kernel]", 0, "pipe_read"), Site("train.py", 9, "step")))
     found = diagnose_found(replace(RecordReader().read(tmp_path), stacks=(sleeps,)))
-    assert (found.verdict.certainty, found.verdict.ranks) == (Certainty.CERTAIN, (1,))
+    assert (found.verdict.cls, found.verdict.ranks) == (Class.OUTSIDE, (1,))
+    assert "rank 1 does not come out of a read of a pipe" in found.verdict.condition
 
 
 def test_a_collective_that_torch_makes_below_the_record_is_named(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from kernel.errors import UsageError
 from kernel.journal import Journal, groups
 from kernel.program import Program
-from kernel.record import Kind, Recorder, ring_path
+from kernel.record import Kind, Recorder, read, ring_path
 from kernel.record.layout import ORPHANED
 from kernel.request import Phase
 from kernel.topology import Role, World
 from tests.reading import read_or_line
 from verify.blame import Class
 from verify.hang.diagnosis import diagnose_found
-from verify.readers.record import READER, RecordReader
+from verify.readers.record import READER, RecordReader, Ring, of_rings
 from verify.waitgraph import diagnose_events
 
 if TYPE_CHECKING:
@@ -96,6 +96,31 @@ def test_a_rank_that_never_enqueued_is_missing(tmp_path: Path) -> None:
     told = verdict(run.found())
     assert (told.cls, told.ranks) == (Class.MISSING, (1,))
     assert "D.TP" in told.say
+
+
+@pytest.mark.parametrize("ago_s", [0.0, 60.0])
+def test_a_run_that_moved_a_moment_ago_has_no_device_that_stalls(ago_s: float, tmp_path: Path) -> None:
+    """Rank 1 has finished what rank 0 has not, and calls nothing else: as in every round of a run that is well."""
+    rings = {}
+    for rank in (0, 1):
+        recorder = Recorder(
+            ring_path(tmp_path, rank), rank=rank, groups=groups(PROGRAMS, rank), meta={"size": 2},
+            clock=lambda: time.monotonic_ns() - int(ago_s * 1e9),
+        )  # fmt: skip
+        journal = Journal(recorder)
+        (call,) = submit(journal, "D 0", Phase.D)
+        journal.collective(Phase.D, call, 64, finished=False)
+        if rank == 1:
+            journal.collective(Phase.D, call, 64, finished=True)
+        recording = read(ring_path(tmp_path, rank))
+        rings[rank] = Ring(recording, (0, 1), 5.0, lambda _: True)
+        rings[rank].take(recording.events)
+    found = diagnose_found(of_rings(rings, "run"))
+    if ago_s:
+        assert (found.code, found.verdict.cls, found.verdict.ranks) == (1, Class.DEVICE_STALL, (0,))
+    else:
+        assert (found.code, found.verdict.ranks) == (3, ())
+        assert sum("look again" in line for line in found.unknown) == 2
 
 
 def test_a_crossing_of_a_rendezvous_and_device_work_is_a_cycle(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.record import read
-from kernel.record.foreign import Captured, call_of, captured_of, groups_of, threads_of
+from kernel.record.foreign import OVER, Captured, call_of, captured_of, groups_of, threads_of
 from kernel.record.layout import Kind
 from tests.installed import run_script
 from verify.events import Event
@@ -77,6 +77,29 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     assert recording.events[-1].kind is Kind.DECISION
     assert recording.closed_ns is not None
     assert recording.closed_ns > recording.events[-1].time_ns
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_threads_that_end_are_over_and_those_that_a_fork_drops_are_not(tmp_path: Path) -> None:
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import gc, os, sys, threading\n"
+        "from turnstile import record\n"
+        "made = record.install(sys.argv[1], rank=0)\n"
+        "stay, said = threading.Event(), threading.Event()\n"
+        "def lives():\n    record.decision('lives'); said.set(); stay.wait()\n"
+        "one = threading.Thread(target=lives, name='lives'); one.start(); said.wait()\n"
+        "two = threading.Thread(target=record.decision, args=('ends',), name='ends'); two.start(); two.join()\n"
+        "if (child := os.fork()) == 0:\n    gc.collect(); os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "record.decision('last'); record.uninstall(); stay.set(); one.join()\n"
+    )
+    run_script(script, str(tmp_path / "run"))
+    recording = read(tmp_path / "run" / "record" / "rank0.ring")
+    names = threads_of(recording.strings)
+    assert set(names.values()) >= {"lives", "ends"}
+    over = [names[event.epoch] for event in recording.events if event.kind is Kind.MARK and event.text == OVER]
+    assert over == ["ends"]
 
 
 def test_the_record_of_a_program_needs_no_torch_before_it_is_asked_for() -> None:

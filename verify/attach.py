@@ -27,7 +27,8 @@ from verify.lineage import is_python, only_ranks
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
 from verify.readers.jobs import of_one_job, refuse_two
-from verify.readers.record import alive, of_recordings
+from verify.readers.killed import alive
+from verify.readers.record import of_recordings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
     from kernel.record import Recording
 
 SPY_TIMEOUT_S = 20.0
+TRIES = 4
+"""Dumps that py-spy is asked for until one succeeds."""
+AGAIN_S = 0.2
+DENIED = b"permission"
+"""What py-spy says, in small letters, where trying again does not help."""
 APART_S = 0.5
 """Between two looks at a thread: one that stands at the same place in both, and did not run, is taken for blocked."""
 MOST_OUTPUT = 1 << 24
@@ -221,11 +227,17 @@ def program(name: str) -> str | None:
 
 
 def _looks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], list[str]]:
-    """Its threads as the last of two looks shows them; those that ran since the first one are awake."""
-    counts, (before, _) = _switches(pid), _stacks(pid, rank, spy)
+    """Its threads as the last of two looks shows them; those that ran since the first one are awake.
+
+    Where the last look got no lines of Python and the first one did, those of the first one count, but that nothing is
+    known to have stayed there.
+    """
+    counts, (before, unread) = _switches(pid), _stacks(pid, rank, spy)
     time.sleep(APART_S)
     after, unknown = _stacks(pid, rank, spy)
     again = _switches(pid)
+    if unknown and not unread and after:
+        return [replace(stack, awake=stack.thread != "MainThread" or counts != again) for stack in before], []
     known = {stack.thread: stack.frames for stack in before}
     ran = {"MainThread"} if counts != again else set()
     return [
@@ -246,14 +258,13 @@ def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], l
     if command is None:
         return _proc_stacks(pid, rank), [f"pid {pid}: no lines of Python: install py-spy to see them"]
     try:
-        # py-spy stops the process while it reads unless told not to.
-        run = subprocess.run(
-            [command, "dump", "--nonblocking", "--json", "--pid", str(pid)],
-            capture_output=True,
-            timeout=SPY_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        run = _spy(command, pid)
+        for _ in range(TRIES - 1):
+            if not run.returncode or not runs(pid) or DENIED in run.stderr.lower():
+                break
+            # It reads what changes under it, and misses: a thread that ended, a frame that was left.
+            time.sleep(AGAIN_S)
+            run = _spy(command, pid)
     except subprocess.TimeoutExpired:
         return _proc_stacks(pid, rank), [f"pid {pid}: py-spy had not answered after {SPY_TIMEOUT_S:.0f} s"]
     except OSError as error:
@@ -265,7 +276,10 @@ def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], l
     if run.returncode or len(run.stdout) > MOST_OUTPUT:
         lines = run.stderr.decode(errors="replace").strip().splitlines()
         said = lines[0].removeprefix("Error: ")[:160] if lines else f"exit code {run.returncode}"
-        return _proc_stacks(pid, rank), [f"pid {pid}: py-spy may not read it ({said}): run as its user, or as root"]
+        if DENIED in run.stderr.lower():
+            return _proc_stacks(pid, rank), [f"pid {pid}: py-spy may not read it ({said}): run as its user, or as root"]
+        do = f"look again, or add the text of `py-spy dump --native --pid {pid}`"
+        return _proc_stacks(pid, rank), [f"pid {pid}: no lines of Python: py-spy failed {TRIES} times ({said}): {do}"]
     try:
         found = stacks.from_json(run.stdout, Path(f"pid {pid}"), rank)
     except UsageError as error:
@@ -273,11 +287,21 @@ def _stacks(pid: int, rank: int | None, spy: str | None) -> tuple[list[Stack], l
     return [replace(each, pid=pid, frames=_kernel_frame(pid, each) + each.frames) for each in found], []
 
 
+def _spy(command: str, pid: int) -> subprocess.CompletedProcess[bytes]:
+    """One dump of a process, which goes on meanwhile: py-spy stops it while it reads unless told not to."""
+    return subprocess.run(
+        [command, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+        capture_output=True,
+        timeout=SPY_TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
 def _kernel_frame(pid: int, stack: Stack) -> tuple[Site, ...]:
-    """Where Linux keeps the main thread, if it says so: a frame below those of Python, which end at a call into C."""
-    if stack.thread != "MainThread":
-        return ()
-    wait = _read(Path(f"/proc/{pid}/wchan"))
+    """Where Linux keeps a thread, if it says so: a frame below those of Python, which end at a call into C."""
+    task = pid if stack.thread == "MainThread" else stack.tid
+    wait = _read(Path(f"/proc/{pid}/task/{task}/wchan")) if task is not None else ""
     return (Site(KERNEL, 0, wait),) if wait and wait != "0" else ()
 
 

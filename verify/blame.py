@@ -199,7 +199,8 @@ def mismatch(meetings: Iterable[Meeting], told: Callable[[Meeting], dict[str, li
     arrived = sorted(meeting.arrived.items(), key=itemgetter(0))
     seen = [seat for seat, (_, call) in arrived if call.confidence is not Confidence.INFERRED]
     lines = tuple(words.called(meeting, seat) for seat in seen)
-    return Verdict(Class.MISMATCH, ranks=odd, chain=lines, say=say, fix=words.FIXES["mismatch"])
+    fix = words.CREATE if {call.operation for _, (_, call) in arrived} == {CREATION} else words.FIXES["mismatch"]
+    return Verdict(Class.MISMATCH, ranks=odd, chain=lines, say=say, fix=fix)
 
 
 def minority(sides: Iterable[Iterable[int]], of: int = 0) -> tuple[int, ...]:

@@ -152,9 +152,11 @@ def _callers(hosts: list[Host], meeting: Meeting, seat: Seat) -> list[Any]:
 
     Of a program, those that would still call it, else those of the rank that wait. Of evidence, whoever made the
     earlier calls of that group; where nobody did, any thread of the rank, but for those that ended while others may
-    still come. A thread that ended is the one if its namesakes made the call on all other ranks.
+    still come. A thread that ended by an exception is the one if its namesakes made the call on all other ranks; one
+    that ended well has left its calls to the others.
     """
     channel = meeting.key[0]
+    hosts = [host for host in hosts if not host.thread or host.standing is not Standing.EXITED] or hosts
     ended = [host for host in hosts if host.thread and host.standing is Standing.RAISED]
     names = {call.thread for _, call in meeting.arrived.values()} if ended else set()
     dead = [host for host in ended if {host.thread} == names]

@@ -7,6 +7,8 @@ share nothing else. Ranks are global ranks everywhere.
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,8 +22,14 @@ EDGES: Final = "the program orders streams by events, which is not recorded"
 """A MARK: queues may be tied in ways that the record does not show."""
 LEAVES: Final = "sys.exit: "
 """How a decision begins by which the main thread leaves with another exit code than 0; the code or message follows."""
+OVER: Final = "this thread has ended"
+"""A MARK of a thread, its last event: it makes no further call."""
 BROKEN: Final = "could not be recorded: "
 """A MARK: so many calls may be missing."""
+NEW_GROUPS: Final = "new groups"
+"""The name under which all ranks count the groups that they make together."""
+LONGEST_MEMBERS: Final = 160
+"""Letters of a list of members: the table of strings is small."""
 HOST_MEDIA: Final = frozenset({"gloo", "mpi", "host", "ucc", "fake"})
 """Backends whose calls are over when their Work is, without a device."""
 
@@ -30,9 +38,10 @@ class Call(NamedTuple):
     """One call. op: all_reduce, send, ... via: the function that the program called, where it has another name.
 
     dtype: as torch prints it, without `torch.`. root: of a rooted collective. peer: of a send or recv, -1 for a recv
-    from anybody, None else. tag: of a send or recv, or what else must agree. reduce: SUM, ... ins, outs: how many
-    tensors, alike unless INPUTS or OUTPUTS say otherwise. stream: of the device, at the time of the call; "" on hosts.
-    asynchronous: on a queue of its own, which nothing waits for by itself. medium: the backend.
+    from anybody, None else. tag: of a send or recv, the members of a group that is made (`members_text`), or what else
+    must agree. reduce: SUM, ... ins, outs: how many tensors, alike unless INPUTS or OUTPUTS say otherwise. stream: of
+    the device, at the time of the call; "" on hosts. asynchronous: on a queue of its own, which nothing waits for by
+    itself. medium: the backend.
     """
 
     op: str
@@ -117,6 +126,41 @@ def groups_of(strings: Sequence[str]) -> dict[int, Group]:
             continue
         groups[number] = Group(number, name, None if ranks is None else tuple(ranks), backend, base, bool(certain))
     return groups
+
+
+def members_text(ranks: Sequence[int]) -> str:
+    """Who is to be in a group that is made, in its order, as short as it goes: `0,1`, `0-7`, `0-56:8,63`."""
+    parts: list[str] = []
+    at = 0
+    while at < len(ranks):
+        end = at + 1
+        step = ranks[end] - ranks[at] if end < len(ranks) else 0
+        while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - at > 2:
+            parts.append(f"{ranks[at]}-{ranks[end - 1]}" + (f":{step}" if step > 1 else ""))
+            at = end
+        else:
+            parts.append(str(ranks[at]))
+            at += 1
+    text = ",".join(parts)
+    if len(text) <= LONGEST_MEMBERS:
+        return text
+    return f"{len(ranks)} ranks, #{zlib.crc32(repr(list(ranks)).encode()):08x}"
+
+
+def members_of(text: str) -> tuple[int, ...] | None:
+    """The ranks that `members_text` tells; None where they were too many to be told, or the text is another one."""
+    found: list[int] = []
+    for part in text.split(","):
+        told = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?", part)
+        if told is None:
+            return None
+        first, step = int(told[1]), int(told[3] or 1)
+        found += range(first, int(told[2] or first) + 1, max(1, step))
+        if len(found) > 1 << 20:
+            return None
+    return tuple(found)
 
 
 def threads_of(strings: Sequence[str]) -> dict[int, str]:

@@ -15,7 +15,7 @@ import networkx as nx
 from verify import words
 from verify.blame import Certainty, Class, Verdict
 from verify.events import Kind
-from verify.hang.stacks import At, places
+from verify.hang.stacks import INSIDE, At, places_of
 from verify.matching import Standing
 
 if TYPE_CHECKING:
@@ -35,11 +35,10 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     """The verdict of stacks alone; None where there is other evidence of calls, or no stack."""
     if any(event.calls for event in found.events) or not found.stacks:
         return None
-    where = places(found.stacks)
+    where = places_of(replace(found, lively=frozenset()))
     gone = sorted({event.rank for event in found.events if event.kind is Kind.EXIT and not event.thread})
     unseen = sorted(set(everybody) - set(where) - set(gone))
-    inside = (At.COLLECTIVE, At.CALL)
-    calling = {rank: place for rank, place in where.items() if place.at in inside and rank not in gone}
+    calling = {rank: place for rank, place in where.items() if place.at in INSIDE and rank not in gone}
     if unseen or not calling:
         return None
     others = {rank: place for rank, place in where.items() if rank not in calling and rank not in gone}
@@ -52,7 +51,7 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
         why = f"{_standing(calling)}{more}{_alone(calling)}; which group each call is of, stacks do not show: {NEEDED}"
         return Verdict(Class.NONE).undecided(why)
     call = next(iter(calling.values()))
-    waiting = f"{words.ranks(calling).capitalize()} wait{'s' * (len(calling) == 1)} in {call.what} at {call.site}"
+    waiting = f"{words.ranks(calling).capitalize()} wait{'s' * (len(calling) == 1)} in {call.what} at {call.spot}"
     if gone:
         left = f"{words.ranks(gone)}, which {'has' if len(gone) == 1 else 'have'} left"
         blames = _blames(Class.MISSING, gone, f"{waiting} for {left}.", (f"{words.ranks(gone)} left",))
@@ -62,7 +61,7 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     if loose:
         why = f"{waiting[0].lower()}{waiting[1:]}, and {_elsewhere(others)}, on the way to that call perhaps"
         return Verdict(Class.NONE).undecided(f"{why}: look again; {NEEDED} tell")
-    chain = tuple(f"rank {rank} is blocked in {place.what} at {place.site}" for rank, place in others.items())
+    chain = tuple(f"{place.who} is blocked in {place.what} at {place.spot}" for place in others.values())
     blocked = "; ".join(chain[:2])
     return _blames(Class.OUTSIDE, sorted(others), f"{waiting}, while {blocked}, outside of all calls.", chain)
 
@@ -92,7 +91,7 @@ def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Pla
         ranks = sorted({host.rank for host in blamed})
         lines = tuple(words.standing(host) for host in blamed)
         key = f"a key of the store ({place.what})"
-        say = f"Rank {rank} waits at {place.site} for {key}, which nobody else can set but {lines[0]}."
+        say = f"Rank {rank} waits at {place.spot} for {key}, which nobody else can set but {lines[0]}."
         return Verdict(
             cls, Certainty.CONDITIONAL, ranks=tuple(ranks), chain=lines, say=say, fix=words.fix(cls.value, blamed),
             condition=f"what rank {rank} waits for is up to another rank of the job",
@@ -112,7 +111,7 @@ def _standing(calling: dict[int, Place]) -> str:
     lines: dict[str, list[int]] = {}
     for rank, place in calling.items():
         thread = f", in thread {place.thread}" * bool(place.thread)
-        lines.setdefault(f"in {place.what} at {place.site}{thread}", []).append(rank)
+        lines.setdefault(f"in {place.what} at {place.spot}{thread}", []).append(rank)
     told = [f"{words.ranks(ranks)} {'stands' if len(ranks) == 1 else 'stand'} {line}" for line, ranks in lines.items()]
     return ", ".join(told[:3]) + (f" and {len(told) - 3} places more" if len(told) > 3 else "")
 
@@ -130,8 +129,8 @@ def _alone(calling: dict[int, Place]) -> str:
 
 def _elsewhere(others: dict[int, Place]) -> str:
     told = []
-    for rank, place in list(others.items())[:3]:
+    for place in list(others.values())[:3]:
         what = ELSEWHERE.get(place.at, "stands")
         inside = f" in {place.what}" if place.at is At.OUTSIDE else ""
-        told.append(f"rank {rank} {what}{inside} at {place.site}")
+        told.append(f"{place.who} {what}{inside} at {place.spot}")
     return ", ".join(told)

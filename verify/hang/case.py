@@ -5,23 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kernel.record.foreign import HOST_MEDIA
 from verify.blame import Class, judge
 from verify.evidence import situation_of
 from verify.hang.restarts import kept_apart
-from verify.hang.stacks import places, recorded, standings
+from verify.hang.stacks import places_of, recorded, standings
 from verify.live.threads import See, nothing_seen
 from verify.matching import Standing
 from verify.waitgraph import across_threads, stuck, wait_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     import networkx as nx
 
     from verify.blame import Verdict
     from verify.events import Event
     from verify.hang.stacks import Place
-    from verify.matching import Host, Situation
+    from verify.matching import Host, Launch, Situation
     from verify.readers.found import Found
 
 
@@ -49,7 +50,7 @@ class Case:
     def of(cls, found: Found, quiet: bool, look: See = nothing_seen) -> Case:
         """As the wait-for graph alone judges."""
         found = replace(found, events=kept_apart(found.events))
-        where = places(found.stacks, found.lively, found.whole)
+        where = places_of(found)
         everybody = tuple(sorted({*found.expected, *found.present, *where}))
         known, where = recorded(found, where)
         told = standings(found.events, {rank: place for rank, place in where.items() if rank not in known})
@@ -59,8 +60,7 @@ class Case:
         verdict = judge(situation, graph, set(core))
         if verdict.cls is Class.CYCLE:
             tied = {host.rank for host in situation.hosts if host.standing is Standing.BLOCKED}
-            closed = frozenset(rank for rank, now in look(tied).items() if now.closed)
-            verdict = across_threads(situation, verdict, closed)
+            verdict = across_threads(situation, verdict, closed(look, tied, situation))
         return cls(found, quiet, everybody, where, known, situation, graph, core, verdict, look)
 
     def with_(self, events: Iterable[Event]) -> Case:
@@ -86,6 +86,24 @@ class Case:
     def open_ranks(self) -> list[int]:
         """Ranks with calls that are not over."""
         return sorted({launch.rank for mine in self.situation.launches.values() for launch in mine if not launch.done})
+
+
+def closed(look: See, ranks: Collection[int], situation: Situation) -> frozenset[int]:
+    """Those of `ranks` in whose processes nothing happens before one of the calls ends that their threads wait in."""
+    return frozenset(rank for rank, now in look(ranks).items() if now.closed and not unattended(situation, rank))
+
+
+def unattended(situation: Situation, rank: int) -> list[Launch]:
+    """Calls of a rank on its host that are not over and that no thread of it waits for: what was chained to one runs
+    when it ends, on a thread of torch, and may let any thread go on.
+    """
+    hosts = [host for host in situation.hosts if host.rank == rank and not host.presumed]
+    waited = {id(launch) for host in hosts for launch in host.waits}
+    return [
+        launch
+        for launch in situation.launches.get(rank, ())
+        if not launch.done and id(launch) not in waited and launch.event.medium in HOST_MEDIA - {"host"}
+    ]
 
 
 def core_of(graph: nx.DiGraph[Any]) -> frozenset[Any]:

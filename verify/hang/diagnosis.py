@@ -92,7 +92,7 @@ def _unknown(case: Case, verdict: Verdict) -> tuple[str, ...]:
     if case.absent:
         unknown.insert(0, f"no dump, log or stack from {words.ranks(case.absent)}")
     unclear = [place for place in case.where.values() if place.at is At.UNCLEAR and place.rank not in case.known]
-    unknown += [f"what rank {place.rank} waits for at {place.site}: its stack ends there" for place in unclear[:2]]
+    unknown += [f"what rank {place.rank} waits for at {place.spot}: its stack ends there" for place in unclear[:2]]
     if lost := sum(stack.rank is None for stack in case.found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
     return tuple(unknown)
@@ -113,9 +113,9 @@ def _placed(verdict: Verdict, case: Case) -> Verdict:
         said = tuple(dict.fromkeys(f"rank {rank}: {text}" for rank, text in mine if not _in(verdict.say, text)))
         verdict = replace(verdict, chain=(*verdict.chain, *said[:6]))
     lines = [
-        f"{f'the main thread of rank {rank}' if rank in threaded else where[rank].who} stands at {where[rank].site}"
+        f"{f'the main thread of rank {rank}' if rank in threaded else where[rank].who} stands at {where[rank].spot}"
         for rank in verdict.ranks
-        if rank in where and str(where[rank].site) not in verdict.say
+        if rank in where and where[rank].line is not None and where[rank].spot not in verdict.say
     ]
     if not lines or verdict.cls is Class.NONE:
         return verdict

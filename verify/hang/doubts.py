@@ -5,18 +5,24 @@ A doubt gives the verdict that is left of the one it is asked about, or None whe
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.idling import idles
 from verify.hang.late import (
     dumps_and_stacks_are_of_two_moments,
     its_transfers_are_not_seen,
     nothing_shows_it_is_late,
 )
-from verify.hang.moving import another_thread_may_call, it_waits_for_itself, its_wait_may_end, stacks_contradict_it
+from verify.hang.moving import (
+    a_call_of_it_may_let_it_go,
+    another_thread_may_call,
+    it_waits_for_itself,
+    its_wait_may_end,
+    stacks_contradict_it,
+)
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
 
@@ -27,13 +33,6 @@ if TYPE_CHECKING:
     from verify.matching import Meeting
 
     Doubt = Callable[[Case], Verdict | None]
-
-
-IDLE_WAIT: Final = re.compile(
-    r"(^|\.)(wait|wait_for|get|join|_wait_for_tstate_lock|result|select|poll|accept|pause|sleep|time_sleep|serve_forever|"
-    r"run_forever)$|^a sleep$"
-)
-"""What a process that has nothing to do is in, by the name of the function."""
 
 
 def weighed(case: Case) -> Verdict:
@@ -233,7 +232,7 @@ def nobody_waits(case: Case) -> Verdict | None:
     who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
     inside = [p for rank, p in case.where.items() if p.at is At.COLLECTIVE and rank not in case.known]
     if inside:
-        call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].site}, which the record does not show"
+        call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].spot}, which the record does not show"
         return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
     if not any(event.calls for event in case.found.events):
         # Stacks show neither what is open nor what other threads wait for.
@@ -286,7 +285,7 @@ def it_may_be_through(case: Case) -> Verdict | None:
     verdict = case.verdict
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
-    waits = any(rank in case.where and IDLE_WAIT.search(case.where[rank].what) for rank in verdict.ranks)
+    waits = any(rank in case.where and idles(case.where[rank].what) for rank in verdict.ranks)
     return replace(verdict, fix=words.THROUGH) if waits else None
 
 
@@ -311,6 +310,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     nobody_needs_it,
     its_wait_may_end,
     it_may_be_late,
+    a_call_of_it_may_let_it_go,
     it_may_be_through,
     it_waits_for_itself,
     nothing_shows_it_is_late,

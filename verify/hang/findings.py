@@ -16,9 +16,9 @@ from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, mismatch, needing, shortest_cycle
 from verify.events import Confidence
 from verify.hang.alone import for_a_key, odd_one_out
-from verify.hang.case import core_of
+from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
-from verify.hang.moving import FROM_WITHIN
+from verify.hang.idling import By, idles
 from verify.hang.stacks import At, for_anybody, standings
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -110,17 +110,17 @@ def threads_that_wait_for_each_other(case: Case) -> Case | None:
     tied = frozenset(host.rank for host in case.hosts(Standing.BLOCKED) if not host.presumed)
     if not tied.intersection(verdict.ranks) or any(_kept(case, rank) for rank in verdict.ranks):
         return None
-    closed = frozenset(rank for rank, now in case.look(tied).items() if now.closed)
+    shut = closed(case.look, tied, case.situation)
     graph = wait_graph(case.situation, closed=tied)
     core = core_of(graph)
     found = judge(case.situation, graph, set(core))
     if found.cls is not Class.CYCLE:
         # Perhaps a rank that one of its threads waits for is the one that is missing.
-        graph = wait_graph(case.situation, closed=closed)
+        graph = wait_graph(case.situation, closed=shut)
         core = core_of(graph)
         found = judge(case.situation, graph, set(core))
-        return replace(case, graph=graph, core=core, verdict=found) if closed.intersection(verdict.ranks) else None
-    found = across_threads(case.situation, found, closed)
+        return replace(case, graph=graph, core=core, verdict=found) if shut.intersection(verdict.ranks) else None
+    found = across_threads(case.situation, found, shut)
     if found.certainty is not Certainty.UNDECIDED:
         line = f"every other thread of {words.ranks(tied)} waits for one of its own process, without a time limit"
         found = replace(found, chain=(*found.chain, line))
@@ -132,7 +132,7 @@ def _kept(case: Case, rank: int) -> bool:
     event loop waits for its own threads as well.
     """
     outside = [host for host in case.hosts(Standing.OUTSIDE) if host.rank == rank]
-    return bool(outside) and not (rank in case.where and FROM_WITHIN.search(case.where[rank].what))
+    return bool(outside) and not (rank in case.where and idles(case.where[rank].what) in (By.OWN, By.LOOP))
 
 
 def orders_on_one_device(case: Case) -> Case | None:
@@ -309,9 +309,9 @@ def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[i
     meeting = graph.nodes[op]["meeting"]
     place = where.get(rank)
     if meeting.key[0].name == f"? {At.STORE}" and place is not None:
-        return f"rank {rank} waits at {place.site} for a key of the store, which rank {other} has not set"
+        return f"rank {rank} waits at {place.spot} for a key of the store, which rank {other} has not set"
     if meeting.key[0].name.startswith("?") and place is not None:
         if place.at is At.DEVICE:
-            return f"rank {rank} waits at {place.site} for its device, which needs rank {other}"
-        return f"{place.who} waits in {place.what} at {place.site}, which needs rank {other}"
+            return f"{place.who} waits at {place.spot} for its device, which needs rank {other}"
+        return f"{place.who} waits in {place.what} at {place.spot}, which needs rank {other}"
     return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"

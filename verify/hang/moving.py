@@ -9,25 +9,28 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+import networkx as nx
+
 from verify import words
 from verify.blame import Certainty, Class, Verdict, shortest_cycle
-from verify.hang.stacks import At, places
-from verify.live.threads import Moves
+from verify.hang.case import unattended
+from verify.hang.idling import By, idles, sleeps
+from verify.hang.stacks import At, places_of
+from verify.live.outside import WHO, beyond
 from verify.matching import Standing
 
 if TYPE_CHECKING:
-    from verify.hang.case import Case
+    from collections.abc import Mapping
 
-OWN_WAIT: Final = re.compile(
-    r"^(?!Popen|subprocess)(.*\.)?(wait|wait_for|get|join|_wait_for_tstate_lock|result|sleep|time_sleep|run_forever)$|"
-    r"^a sleep$"
-)
-"""Of these, what waits for another thread of its own process, or for the clock: nothing outside blocks it."""
+    from verify.hang.case import Case
+    from verify.live.threads import Moves
+    from verify.matching import Meeting
+
 HELD: Final = re.compile(r"interpreter lock|stop signal")
 """What keeps a process whatever its main thread waits for, by a clock or not."""
-FROM_WITHIN: Final = re.compile(rf"{OWN_WAIT.pattern}|(^|\.)(select|poll|epoll)$")
-"""The same, and the wait of an event loop."""
-SLEEP: Final = re.compile(r"(^|\.|a )(time_)?sleep$")
+STOPPED: Final = "stop signal"
+CLOCK: Final = "the clock"
+"""How a wait begins that ends by itself whatever else may end it (`Moves.main`)."""
 
 
 def another_thread_may_call(case: Case) -> Verdict | None:
@@ -63,33 +66,104 @@ def stacks_contradict_it(case: Case) -> Verdict | None:
     if verdict.cls is not Class.CYCLE or verdict.certainty is Certainty.UNDECIDED:
         return None
     ring = {node[1] for node in case.core if node[0] == "host" and not node[2]}
-    mine = places(case.found.stacks, recorded=case.found.whole)
+    mine = places_of(replace(case.found, lively=frozenset()))
     for rank in sorted(ring & mine.keys()):
         place = mine[rank]
         if place.at in (At.OUTSIDE, At.RUNNING):
             how = "runs" if place.at is At.RUNNING else "stands"
-            where = f"rank {rank} {how} in {place.what} at {place.site}, by its stack, and waits in no call"
+            where = f"rank {rank} {how} in {place.what} at {place.spot}, by its stack, and waits in no call"
             return verdict.undecided(f"{where}; without that {words.ring(verdict.say)}")
     return None
 
 
 def its_wait_may_end(case: Case) -> Verdict | None:
-    """Outside of calls, but in a wait that ends by the clock, or when another thread or process has done its work."""
+    """Outside of calls: what keeps a rank there may end, by the clock, by another thread of it, by another process, or
+    by whoever comes. That it lasts is certain only where all are known who could end it, and are stuck themselves.
+    """
     verdict = case.verdict
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
-    if any(HELD.search(host.event.operation) for host in case.hosts(Standing.OUTSIDE) if host.event is not None):
+    seen = case.look(case.everybody)
+    doubts = [why for rank in verdict.ranks if (why := _unless(case, rank, seen))]
+    if doubts:
+        return verdict.only_if(" and ".join(doubts[:2]))
+    known = [(rank, now.outside) for rank in verdict.ranks if (now := seen.get(rank)) and now.outside is not None]
+    lines = [
+        f"whoever could end the wait of rank {rank} is stuck as well: {outside.unless.replace(WHO, f'rank {rank}')}"
+        for rank, outside in known
+    ]
+    return replace(verdict, chain=(*verdict.chain, *lines)) if lines else None
+
+
+def _unless(case: Case, rank: int, seen: Mapping[int, Moves]) -> str:
+    """What must not happen for a rank to stay where it is outside of calls, as a clause; "" where nothing can."""
+    now, place = seen.get(rank), case.where.get(rank)
+    if now is not None and place is not None and place.thread and place.tid is not None:
+        # Its main thread waits for that one.
+        apart = beyond(now.pid, place.tid)
+        if apart is not None:
+            return apart.unless.replace(WHO, f"rank {rank}")
+    what = next((h.event.operation for h in case.hosts(Standing.OUTSIDE) if h.rank == rank and h.event is not None), "")
+    lasts = f"rank {rank} does not come out of {what or 'what it is in'}"
+    if STOPPED in what:
+        return f"nobody lets rank {rank} go on (kill -CONT, or the debugger)"
+    if HELD.search(what):
+        return lasts
+    if now is None:
+        return f"rank {rank} does not come when its sleep ends" if sleeps(what) else lasts
+    ends = f"rank {rank} does not come when its wait ends by {now.main}" if now.main else ""
+    if now.main.startswith(CLOCK):
+        return ends
+    outside = now.outside
+    if outside is not None and not (now.others and outside.holders == frozenset({now.pid})):
+        stuck = outside.holders is not None and all(_is_stuck(case, rank, pid, seen) for pid in outside.holders)
+        return ends if stuck else outside.unless.replace(WHO, f"rank {rank}")
+    if ends:
+        return ends
+    if now.others and (outside is not None or now.locked or now.polls):
+        return f"rank {rank} is not let go on by another thread of it: it has {now.others[0]}"
+    return "" if now.locked else lasts
+
+
+def _is_stuck(case: Case, rank: int, pid: int, seen: Mapping[int, Moves]) -> bool:
+    """Whether the process `pid` is that of `rank`, or of one that is stuck before that comes, and no other thread of it
+    moves.
+    """
+    other = next((each for each, now in seen.items() if now.pid == pid and not now.others), None)
+    return other is not None and (other == rank or _lacks(case, other, rank))
+
+
+def _lacks(case: Case, other: int, rank: int) -> bool:
+    """Whether `other` waits in a call that `rank` is missing from, itself or by way of further ranks."""
+    if unattended(case.situation, other):
+        return False
+    # Of waits of which all must end, one that lasts is enough; of those of which any may, it is not.
+    graph = case.graph.subgraph([node for node in case.graph if case.graph.nodes[node].get("mode") != "or"])
+    one, end = ("host", other, ""), ("host", rank, "")
+    return one in graph and end in graph and nx.has_path(graph, one, end)
+
+
+def a_call_of_it_may_let_it_go(case: Case) -> Verdict | None:
+    """A rank that stands elsewhere for good as far as its threads go, but has a call open that may end: what is chained
+    to it, as a callback of its future, then runs on a thread of torch, and may let the rank go on.
+    """
+    verdict = case.verdict
+    if verdict.cls not in (Class.MISSING, Class.OUTSIDE) or verdict.certainty is not Certainty.CERTAIN:
         return None
-    seen = case.look(verdict.ranks)
-    for rank in verdict.ranks:
-        now, place = seen.get(rank, Moves(locked=False)), case.where.get(rank)
-        if now.main:
-            return verdict.only_if(f"rank {rank} does not come when its wait ends by {now.main}")
-        if (now.locked or now.polls) and now.others:
-            return verdict.only_if(f"rank {rank} is not let go on by another thread of it: it has {now.others[0]}")
-        if rank not in seen and place is not None and SLEEP.search(place.what):
-            return verdict.only_if(f"rank {rank} does not come when its sleep ends")
+    left = {host.rank for host in case.situation.hosts if host.standing in (Standing.EXITED, Standing.RAISED)}
+    seen = case.look(case.everybody) if case.found.whole.intersection(verdict.ranks) else {}
+    for rank in sorted(case.found.whole.intersection(verdict.ranks) - left):
+        for launch in unattended(case.situation, rank):
+            if not any(_never_ends(case, meeting, rank, seen) for meeting in launch.meetings):
+                what = words.operation(launch.meetings[0])
+                return verdict.only_if(f"the end of {what}, which rank {rank} has open, does not let it go on")
     return None
+
+
+def _never_ends(case: Case, meeting: Meeting, rank: int, seen: Mapping[int, Moves]) -> bool:
+    """Whether a call lacks a member that is stuck before `rank` comes."""
+    lacking = {seat[0] for seat in meeting.seats if seat not in meeting.arrived}
+    return any(other in seen and not seen[other].others and _lacks(case, other, rank) for other in lacking)
 
 
 def it_waits_for_itself(case: Case) -> Verdict | None:
@@ -99,5 +173,5 @@ def it_waits_for_itself(case: Case) -> Verdict | None:
     verdict, where = case.verdict, case.where
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
-    idle = [rank for rank in verdict.ranks if rank in where and OWN_WAIT.search(where[rank].what)]
+    idle = [rank for rank in verdict.ranks if rank in where and idles(where[rank].what) is By.OWN]
     return replace(verdict, cls=Class.MISSING, fix=words.THROUGH) if len(idle) == len(verdict.ranks) else None

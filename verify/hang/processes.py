@@ -11,14 +11,16 @@ from kernel.errors import UsageError
 from kernel.record import read
 from verify import runs
 from verify.attach import ring_paths
+from verify.live.outside import beyond
 from verify.live.threads import Moves, moves
 from verify.readers.installed import is_installed
-from verify.readers.record import alive
+from verify.readers.killed import alive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from kernel.record import Recording
+    from verify.live.outside import Outside
     from verify.live.threads import See
     from verify.readers.found import Found
 
@@ -55,10 +57,16 @@ def look_at(paths: Sequence[str], pids: Collection[int], found: Found) -> See:
             if pid is None and recording is not None and recording.closed_ns is None and alive(recording):
                 pid = recording.pid
             if pid is not None and (now := moves(pid)) is not None:
-                seen[rank] = now
+                seen[rank] = now if now.locked else now._replace(outside=_beyond(pid))
         return seen
 
     return look
+
+
+@cache
+def _beyond(pid: int) -> Outside | None:
+    """What is asked once: every process of the host may have to be looked at for it."""
+    return beyond(pid)
 
 
 def _own(pid: int) -> Recording | None:

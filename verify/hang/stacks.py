@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from verify.events import KERNEL, Communicator, Confidence, Event, Kind, Site, State
+from verify.hang.idling import By, idles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,9 +40,8 @@ class At(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the main thread of a rank stands. what: the function, in the words of the stack. site: in the program.
-
-    thread: another one that stands there, in a call, while the main thread waits for a thread of its own process.
+    """Where a rank stands. what: the function, in the words of the stack. site: in the program. thread, tid: of which
+    thread that is told, "" for the main one, and its number, where that is known.
     """
 
     rank: int
@@ -49,13 +49,27 @@ class Place:
     what: str
     site: Site
     thread: str = ""
+    tid: int | None = None
+
+    @property
+    def line(self) -> Site | None:
+        """The line; None where no line of Python could be read of the thread."""
+        return None if self.site.file == KERNEL else self.site
+
+    @property
+    def spot(self) -> str:
+        """The same in words, to come after "at"."""
+        return UNREAD if self.line is None else str(self.line)
 
     @property
     def who(self) -> str:
-        """The rank, with the thread if it is not the main one."""
-        return f"rank {self.rank}" + (f" (thread {self.thread})" if self.thread else "")
+        """`rank 1`, `rank 1 (thread trainer)`."""
+        return f"rank {self.rank} (thread {self.thread})" if self.thread else f"rank {self.rank}"
 
 
+UNREAD: Final = "a line that could not be read"
+INSIDE: Final = (At.COLLECTIVE, At.CALL)
+"""In a call of torch.distributed, or in a wait for one."""
 LIBRARY: Final = re.compile(
     r"(^|/)(torch|site-packages|dist-packages|python3\.\d+|kernel/comm/tap)/|^<|\.so[.\d]*$|^[^/]*\.(cpp|cu|c)$|"
     r"(^|/)python3?(\.\d+)?$|^(asyncio|concurrent/futures|multiprocessing|importlib|http|urllib|logging|email)/|"
@@ -132,33 +146,60 @@ KEY: Final = "store: "
 """How a record begins the name of a wait for a key of the store."""
 
 
-JOINS: Final = re.compile(r"(^|\.)(wait|wait_for|get|join|_wait_for_tstate_lock|result|select|poll|run_forever)$")
-"""What a thread is in that waits for another one of its process, or runs the loop that does."""
+def places_of(found: Found) -> dict[int, Place]:
+    """Where the ranks of some evidence stand. Where it tells of several threads of a rank, stacks tell of the main one;
+    of all other ranks it is not known which thread makes their calls, and stacks of other threads count too.
+    """
+    told = frozenset(event.rank for event in found.events if event.thread) | found.whole
+    return places(found.stacks, found.lively, told)
 
 
 def places(
-    stacks: Iterable[Stack], lively: frozenset[int] = frozenset(), recorded: frozenset[int] = frozenset()
+    stacks: Iterable[Stack], lively: frozenset[int] = frozenset(), told: frozenset[int] = frozenset()
 ) -> dict[int, Place]:
-    """Where the main thread of each rank stands, for the ranks that are known: or, while that waits for another thread,
-    as a program does that trains in one, the thread that is in a call. lively: ranks that moved a moment ago, so that
-    nothing that a stack shows them in keeps them. recorded: those of which a record tells what each thread does.
+    """Where each rank stands, for the ranks that are known: its main thread, or where that waits elsewhere, a thread
+    that is in a call; or else the thread that does on this rank what such a thread does on another one.
+
+    lively: ranks that moved a moment ago, so that nothing that a stack shows them in keeps them. told: ranks of which
+    the main thread alone counts.
     """
     mine: dict[int, list[Stack]] = {}
     for stack in stacks:
         if stack.rank is not None and stack.frames:
             mine.setdefault(stack.rank, []).append(stack)
-    found = {}
+    found: dict[int, tuple[Place, Stack]] = {}
+    roles: set[tuple[str, str]] = set()
     for rank, each in sorted(mine.items()):
         main = _main(each)
-        place = _place(rank, main)
-        if rank not in recorded and place.at is At.OUTSIDE and JOINS.search(place.what):
-            others = [replace(_place(rank, other), thread=other.thread) for other in each if other is not main]
-            place = next((other for other in others if other.at in (At.COLLECTIVE, At.CALL)), place)
-        looks = {stack.frames for stack in each if stack.pid == main.pid is not None and stack.thread == main.thread}
-        if rank in lively or (main.awake and place.at is At.OUTSIDE) or len(looks) > 1:
-            place = replace(place, at=At.RUNNING)
-        found[rank] = place
-    return found
+        found[rank] = _place(rank, main), main
+        for stack in each if rank not in told and _idles(found[rank][0]) else ():
+            if stack is not main and (place := _place(rank, stack)).at in INSIDE:
+                found[rank] = replace(place, thread=stack.thread, tid=stack.tid), stack
+                roles |= _roles(stack)
+                break
+    for rank, (place, main) in found.items() if roles else ():
+        if rank in told or place.thread or not _idles(place):
+            continue
+        alike = [stack for stack in mine[rank] if stack is not main and roles & _roles(stack)]
+        if len(alike) == 1:
+            found[rank] = replace(_place(rank, alike[0]), thread=alike[0].thread, tid=alike[0].tid), alike[0]
+    for rank, (place, stack) in found.items():
+        same = [each for each in mine[rank] if each.pid == stack.pid is not None and each.thread == stack.thread]
+        looks = {each.frames for each in same}
+        if rank in lively or (stack.awake and place.at is At.OUTSIDE) or len(looks) > 1:
+            found[rank] = replace(place, at=At.RUNNING), stack
+    return {rank: place for rank, (place, _) in found.items()}
+
+
+def _idles(place: Place) -> bool:
+    """Whether a thread may stand there for another one to do something."""
+    return place.at is At.UNCLEAR or (place.at is At.OUTSIDE and idles(place.what) in (By.OWN, By.LOOP))
+
+
+def _roles(stack: Stack) -> set[tuple[str, str]]:
+    """What a thread is there for: the outermost function of the program in it."""
+    own = [frame for frame in stack.frames if frame.file != KERNEL and not LIBRARY.search(frame.file)]
+    return {(own[-1].file, own[-1].function)} if own else set()
 
 
 def _main(stacks: Sequence[Stack]) -> Stack:
@@ -249,11 +290,11 @@ def standings(events: Iterable[Event], where: dict[int, Place]) -> list[Event]:
     open_ = {event.rank for event in events if event.calls and event.state is not State.COMPLETED}
     for place in where.values():
         if place.at in (At.DEVICE, At.COLLECTIVE) or (place.at is At.CALL and place.rank in open_):
-            found.append(Event(place.rank, Kind.WAIT, streams=("*",), site=place.site))
+            found.append(Event(place.rank, Kind.WAIT, streams=("*",), site=place.line))
         elif place.at is At.STORE:
-            found.append(Event(place.rank, Kind.EXTERNAL, "a wait for a key of the store", site=place.site))
+            found.append(Event(place.rank, Kind.EXTERNAL, "a wait for a key of the store", site=place.line))
         elif place.at is At.OUTSIDE:
-            found.append(Event(place.rank, Kind.EXTERNAL, place.what, site=place.site))
+            found.append(Event(place.rank, Kind.EXTERNAL, place.what, site=place.line))
     return found
 
 
@@ -285,6 +326,6 @@ def for_anybody(place: Place, peers: Iterable[int]) -> list[Event]:
     for peer in sorted(set(peers) - {place.rank}):
         pair = Communicator((peer, place.rank), name)
         call = Event(place.rank, Kind.RECV, "recv", stream=f"{name} {peer}", communicator=pair, peer=peer)
-        events.append(replace(call, site=place.site))
+        events.append(replace(call, site=place.line))
     streams = tuple(event.stream for event in events)
-    return [*events, Event(place.rank, Kind.WAIT, streams=streams, any_of=True, site=place.site)] if events else []
+    return [*events, Event(place.rank, Kind.WAIT, streams=streams, any_of=True, site=place.line)] if events else []

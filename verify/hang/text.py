@@ -204,7 +204,7 @@ def _span(ranks: Iterable[int]) -> str:
 def _sources(diagnosis: Diagnosis) -> Iterator[str]:
     """The lines of the program that the report names, where their files are here."""
     told = diagnosis.verdict.say + " ".join(diagnosis.verdict.chain)
-    sites: dict[Site, None] = {place.site: None for place in diagnosis.places.values()}
+    sites: dict[Site, None] = {place.line: None for place in diagnosis.places.values() if place.line is not None}
     for meeting in diagnosis.situation.meetings.values():
         sites |= {call.site: None for _, call in meeting.arrived.values() if call.site is not None}
     quoted = 0

@@ -3,8 +3,9 @@
 A rank that makes no call may be at work, or wait for work: for data from a disk or a network, for a file that another
 program writes, for a request. None of that is a fault. It is idle, and stays so, if for `patience_s`
 
-- its main thread has not run once (the kernel counts how often it was switched to) and waits for another thread of the
-  process, in a futex of its own without a timeout that would have woken it, nor has it a handler for a clock's signal;
+- no thread of the program has run once (the kernel counts how often each was switched to), and the main one waits for
+  another thread of the process, in a futex of its own without a timeout that would have woken it; nor does it catch a
+  signal that may come;
 - no other thread of it could be waiting for something from outside, or for the clock: one that sleeps may be what the
   main thread waits for. Threads of torch, its backends and this record wait so for ever, look at what other ranks do,
   and are known by their names (a thread of Python that the program started is not among them). None waits for a disk;
@@ -19,9 +20,12 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from verify.live.timed import alarmed, shared, timed
+from verify.live.timed import shared, signalled, timed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 BUSY: Final = 0.05
 """Share of one processor that a process with a few threads that only tick may use."""
@@ -30,18 +34,19 @@ INPUT: Final = (
     "partner", "open",
 )  # fmt: skip
 """What the name of the kernel's function has in which a thread waits for something from outside of its process."""
-OURS: Final = ("pt_", "gloo", "c10", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
+OURS: Final = ("pt_gloo", "pt_nccl", "pt_tcpstore", "gloo", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
 """How the names of the threads begin that torch, its backends and the record start, and that wait for other ranks only.
+Others of torch (`pt_autograd`, `pt_data_pin`, those of its RPC) run code of the program.
 
 All of them tick: gloo's loop every 10 ms, torch's watchdogs and the record's thread several times a second."""
 
 
 class Sample(NamedTuple):
-    """A process at one moment. switches: how often its main thread was switched away from, and so to. ticks: of
-    processor time that all of its threads have used. still: nothing in it waits for what may come from outside.
+    """A process at one moment. switches: how often each thread of the program was switched away from, and so to. ticks:
+    of processor time that all of its threads have used. still: nothing in it waits for what may come from outside.
     """
 
-    switches: int
+    switches: Mapping[int, int]
     ticks: int
     still: bool
 
@@ -52,16 +57,31 @@ def sample(pid: int) -> Sample | None:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         ticks = int(fields[11]) + int(fields[12])
-        lines = (tasks / str(pid) / "status").read_text(errors="replace").splitlines()
-        switches = sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
-        still = _locked(tasks / str(pid)) and not _children(tasks) and not alarmed(tasks.parent)
+        counts = switches(tasks)
+        still = _locked(tasks / str(pid)) and not _children(tasks) and not signalled(tasks.parent)
         for task in tasks.iterdir():
             if not still:
                 break
             still = task.name == str(pid) or _harmless(task)
     except (OSError, ValueError, IndexError):
         return None
-    return Sample(switches, ticks, still)
+    return Sample(counts, ticks, still)
+
+
+def switches(tasks: Path) -> dict[int, int]:
+    """How often each thread of a process was switched away from, by its number, but for those that tick for ever. What
+    is the same before and after one has looked at all of them did not move meanwhile. Raises OSError, ValueError.
+    """
+    found: dict[int, int] = {}
+    for task in tasks.iterdir():
+        try:
+            if (task / "comm").read_text(errors="replace").startswith(OURS):
+                continue
+            lines = (task / "status").read_text(errors="replace").splitlines()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        found[int(task.name)] = sum(int(line.split()[1]) for line in lines if "ctxt_switches:" in line)
+    return found
 
 
 def _waits(task: Path) -> str:

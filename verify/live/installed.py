@@ -80,9 +80,8 @@ class LiveInstalled(Ring):
         if len(threads) > 1:
             return True
         now = time.monotonic_ns()
-        others = [
-            at for thread, at in self.moved.items() if thread not in threads and self.threads.get(thread) != WATCH
-        ]
+        gone = {*threads, *self.over}
+        others = [at for thread, at in self.moved.items() if thread not in gone and self.threads.get(thread) != WATCH]
         return any(now - at < PATIENCE_S * 1e9 for at in others)
 
     def look_idle(self) -> None:

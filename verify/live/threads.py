@@ -13,16 +13,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from verify.live.idle import INPUT, OURS
-from verify.live.timed import alarmed, remaining, shared, timed
+from verify.live.idle import INPUT, OURS, switches
+from verify.live.timed import remaining, shared, signalled, timed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-AUTOGRAD: Final = "pt_autograd"
-"""How the names of the threads of torch begin that run code of the program."""
+    from verify.live.outside import Outside
 
-
+DAY_S: Final = 86400.0
 POLLS: Final = ("poll", "select")
 """What the name of the kernel's function has in which a thread waits for any of several files."""
 
@@ -31,13 +30,16 @@ class Moves(NamedTuple):
     """What may move in a process. main: by what the wait of its main thread ends by itself, "" if it does not, or is
     in a call. locked: whether that waits for another thread of the process. polls: whether it waits for any of several
     files, which another thread may write to, as an event loop does. others: what other threads do that may go on by
-    themselves, a text each.
+    themselves, a text each. pid: its number, 0 where it is none of this host's. outside: what its main thread waits for
+    outside of it, where that was looked at (`verify.live.outside`).
     """
 
     main: str = ""
     locked: bool = True
     others: tuple[str, ...] = ()
     polls: bool = False
+    pid: int = 0
+    outside: Outside | None = None
 
     @property
     def closed(self) -> bool:
@@ -69,17 +71,20 @@ def moves(pid: int) -> Moves | None:
     """What may move in a process of this host; None where the system does not tell, or it is gone."""
     tasks = Path(f"/proc/{pid}/task")
     try:
+        before = switches(tasks)
         each = {int(task.name): _moves(task) for task in tasks.iterdir()}
         child = any((task / "children").read_text().strip() for task in tasks.iterdir())
         where, lent = _function(tasks / str(pid)), shared(tasks / str(pid))
+        # Threads that hand on to one another may each be seen to wait, though at no moment all of them did.
+        ran = switches(tasks) != before
     except (OSError, ValueError):
         return None
     if any(what is None for what in each.values()):
         return None
     others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
-    others = (*others, *["a child process that works for it"] * child)
+    others = (*others, *["a child process that works for it"] * child, *["threads that run in turn"] * ran)
     locked = where.startswith("futex") and not lent
-    return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS))
+    return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS), pid)
 
 
 def _ends(task: Path) -> str:
@@ -87,8 +92,8 @@ def _ends(task: Path) -> str:
     if shared(task):
         return "another process"
     if not timed(task):
-        if alarmed(task):
-            return "the signal of a clock that it catches"
+        if caught := signalled(task):
+            return f"a signal that it catches ({caught})"
         # What a file or a socket gives is not up to the job, and neither is it sure to come.
         return "a child process" if _function(task) in ("do_wait", "kernel_wait4", "do_wait4") else ""
     return _clock(task)
@@ -96,7 +101,9 @@ def _ends(task: Path) -> str:
 
 def _clock(task: Path) -> str:
     left = remaining(task)
-    return "the clock" if left is None else f"the clock, in {max(left, 0.0):.0f} s"
+    if left is None:
+        return "the clock"
+    return f"the clock, in {max(left, 0.0):.0f} s" if left < 2 * DAY_S else f"the clock, in {left / DAY_S:.0f} days"
 
 
 def _moves(task: Path) -> str | None:
@@ -107,7 +114,7 @@ def _moves(task: Path) -> str | None:
         where, limited = _function(task), timed(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return ""
-    if name.startswith(OURS) and not name.startswith(AUTOGRAD):
+    if name.startswith(OURS):
         return ""
     if state != "S":
         return "a thread that runs" if state == "R" else "a thread that waits for a disk" if state == "D" else ""

@@ -8,6 +8,7 @@ null, or a number of milliseconds that is not negative.
 from __future__ import annotations
 
 import platform
+import signal
 import struct
 import time
 from contextlib import suppress
@@ -64,8 +65,11 @@ def timed(task: Path, machine: str | None = None) -> bool | None:
 
 PRIVATE: Final = 128
 """A flag of a futex: only threads of the same process wait for it, or let it go."""
-_TIMERS: Final = (14, 26, 27)
-"""Signals that clocks send (SIGALRM, SIGVTALRM, SIGPROF)."""
+_COME: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF,
+                signal.SIGIO)  # fmt: skip
+"""Signals that clocks and other programs send to a process that goes on: not those that end one (SIGINT, SIGTERM), that
+follow from its own mistakes or children, nor those that the C library keeps for itself."""
+_REALTIME_FIRST: Final = 34
 
 
 def shared(task: Path, machine: str | None = None) -> bool:
@@ -79,17 +83,18 @@ def shared(task: Path, machine: str | None = None) -> bool:
     return False
 
 
-def alarmed(process: Path) -> bool:
-    """Whether a process (a folder of /proc) has a handler for a signal of a clock, which may do anything when it comes.
-
-    False where that is not told.
+def signalled(process: Path) -> str:
+    """The signals that a process (a folder of /proc) has handlers for and that may come at any time, as `SIGUSR1 and
+    SIGALRM`: such a handler may do anything, let a thread go on too. "" where there is none, or that is not told.
     """
     with suppress(OSError, ValueError, IndexError):
         for line in (process / "status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
                 caught = int(line.split()[1], 16)
-                return any(caught >> (number - 1) & 1 for number in _TIMERS)
-    return False
+                names = [each.name for each in _COME if caught >> (each - 1) & 1]
+                names += ["a real-time signal"] * bool(caught >> (_REALTIME_FIRST - 1))
+                return " and ".join(names)
+    return ""
 
 
 _REALTIME: Final = 256

@@ -34,7 +34,7 @@ GROUP_UNTOLD = "some timeouts do not say which group they are of"
 class Stack:
     """Where a host thread stood. frames: innermost first. holds_gil: as the tool said, None where it did not.
 
-    awake: it ran between two looks, so that it is not blocked where it was seen.
+    awake: it ran between two looks, so that it is not blocked where it was seen. tid: its number, as Linux has it.
     """
 
     rank: int | None
@@ -43,6 +43,7 @@ class Stack:
     pid: int | None = None
     holds_gil: bool | None = None
     awake: bool = False
+    tid: int | None = None
 
 
 class Named(NamedTuple):

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Final
 from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
+from verify.readers.creations import settled
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
-from verify.readers.killed import came_after
+from verify.readers.killed import BY_HAND, LATER, Death, alive, came_after, death
 from verify.readers.lines import brief
-from verify.readers.record import alive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,9 +91,9 @@ def of_rings(
         ranks[rank] = _Rank(ring, _age(ring, runs), runs)
     for each in ranks.values():
         _leave(each)
-    for rank in came_after(ranks, everybody):
+    for rank in came_after({rank: _death(each) for rank, each in ranks.items()}, everybody):
         ranks[rank].left = None
-        ranks[rank].unknown[-1] += ", after the job had stopped: what it stood in counts"
+        ranks[rank].unknown[-1] += LATER
     events: list[Event] = []
     remarks: list[tuple[int, str]] = []
     unknown: list[str] = []
@@ -148,7 +148,7 @@ def of_rings(
     moved = [ring.recording.wall(ring.newest.time_ns) for ring in rings.values() if ring.newest is not None]
     found = Found(
         source,
-        events=tuple(events),
+        events=tuple(settled(events)),
         present=frozenset(rings),
         expected=frozenset(everybody),
         unknown=tuple(unknown),
@@ -160,6 +160,15 @@ def of_rings(
         remarks=tuple(remarks),
     )
     return found, frozenset(gave_up)
+
+
+def _death(rank: _Rank) -> Death:
+    ring, newest, raised = rank.ring, rank.ring.newest, rank.ring.raised.get(0)
+    killed = rank.left is not None and rank.runs is False and any(how in rank.left.operation for how in BY_HAND)
+    return death(
+        ring.recording, killed, None if raised is None else raised.time_ns, None if newest is None else newest.time_ns,
+        any(not item.done for item in ring.items),
+    )  # fmt: skip
 
 
 def _age(ring: Ring, runs: bool | None) -> float | None:

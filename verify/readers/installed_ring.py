@@ -13,6 +13,7 @@ from kernel.record.foreign import (
     EDGES,
     HOST_MEDIA,
     LEAVES,
+    OVER,
     Call,
     call_of,
     captured_of,
@@ -69,6 +70,8 @@ class Ring:
         """The exit code or message by which the main thread leaves, unless it went on after that."""
         self.moved: dict[int, int] = {}
         """Thread -> time of its newest event."""
+        self.over: set[int] = set()
+        """Threads that have ended."""
         self._strings = 0
         self._troubles: list[str] = []
         self._parts: dict[tuple[Kind, int, int], list[int]] = {}
@@ -170,6 +173,8 @@ class Ring:
                 self._decision = f"{DECIDED}{entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
             case Kind.MARK:
                 self._edges |= entry.text == EDGES
+                if entry.text == OVER and thread and thread not in self.raised:
+                    self.over.add(thread)
                 if entry.text.startswith(BROKEN):
                     self._broken = True
                     self._troubles.append(entry.text[:300])
@@ -334,7 +339,9 @@ class Ring:
         """Where the threads stand, the main thread last; nothing for that one where it waits for nothing here."""
         found: list[Event] = []
         threads = {*self.waits, *self._syncs, *self._hosts, *self.raised, *(item.thread for item in self.items)}
-        for thread in sorted(threads, reverse=True):
+        gone = {self._thread(thread) for thread in self.over} - {self._thread(thread) for thread in threads - self.over}
+        found += [Event(self.rank, What.EXIT, thread=name, state=State.COMPLETED) for name in sorted(gone) if name]
+        for thread in sorted(threads - self.over, reverse=True):
             name = self._thread(thread)
             if (raised := self.raised.get(thread)) is not None and thread not in self.waits:
                 site = self.site(raised.site)

@@ -17,11 +17,9 @@ computing, and counts as having called what it has enqueued.
 
 from __future__ import annotations
 
-import platform
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
@@ -32,10 +30,12 @@ from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
+from verify.readers.killed import LATER, Death, alive, came_after, death
 from verify.runs import has_rings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from kernel.record import Event as Entry
 
@@ -132,7 +132,9 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
     unknown: list[str] = []
     recordings = {rank: ring.recording for rank, ring in rings.items()}
     everybody = set(world_of(recordings.values()))
+    later = came_after({rank: ring.death for rank, ring in rings.items()}, everybody)
     for rank, ring in sorted(rings.items()):
+        ring.died_later = rank in later
         events += ring.standing()
         unknown += [f"{source}: rank {rank}: {text}" for text in ring.unknown]
     if absent := sorted(everybody - set(recordings)):
@@ -147,31 +149,9 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
         unsure=frozenset(each for ring in rings.values() for each in ring.unsure),
+        lively=frozenset(rank for rank, ring in rings.items() if ring.lively),
         orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
     )
-
-
-def alive(recording: Recording) -> bool | None:
-    """Whether the process that wrote a ring still runs; None where that cannot be seen from here."""
-    try:
-        here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
-    if not recording.boot or recording.boot != here:
-        return None
-    try:
-        # A number may belong to another process by now; only its writer maps the ring.
-        with open(f"/proc/{recording.pid}/maps", errors="replace") as maps:
-            if any(line.rstrip().endswith(f"/{recording.path.name}") for line in maps):
-                return True
-    except PermissionError:
-        return True
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    except OSError:
-        return None
-    # A container that shares this directory has a name and process numbers of its own.
-    return False if recording.host == platform.node() else None
 
 
 class Ring:
@@ -179,7 +159,7 @@ class Ring:
 
     patience_s: see the module; None to conclude nothing from silence. running: whether the writer's process runs.
     recording: of the reading taken last. newest_ns: of its events. flying: submissions that the device has not
-    finished. raised: the exception that the rank left by. waits: what the host waits in.
+    finished. raised: the exception that it left by. waits: what the host waits in. died_later: see `came_after`.
     """
 
     def __init__(
@@ -197,6 +177,7 @@ class Ring:
         self.raised: Entry | None = None
         self.waits: dict[str, Entry] = {}
         self.lost_graphs = 0
+        self.died_later = False
         self._running_process = running or alive
         self._patience_ns = None if patience_s is None else int(patience_s * 1e9)
         self._label = ""
@@ -254,6 +235,9 @@ class Ring:
         self.unknown = []
         calls = {**self._early, **self._calls}
         last = self._last(calls)
+        if self.lively and not last:
+            # It computes, or is about to do something: what it has not called it may yet call.
+            last = [Event(self.rank, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)]
         self._say()
         return [*_newest(list(calls.values())), *last]
 
@@ -360,6 +344,14 @@ class Ring:
         return [self._wait(waits[-1], calls)] if waits else []
 
     @property
+    def death(self) -> Death:
+        """How it ended, as far as it is known."""
+        recording, raised = self.recording, self.raised
+        killed = raised is None and recording.closed_ns is None and self._running_process(recording) is False
+        waits = any(call.state is not State.COMPLETED for call in (*self._early.values(), *self._calls.values()))
+        return death(recording, killed, None if raised is None else raised.time_ns, self.newest_ns, waits)
+
+    @property
     def orphaned(self) -> bool:
         """Whether it gave up since its launcher was gone."""
         text = "" if self.raised is None else self.raised.text
@@ -370,14 +362,15 @@ class Ring:
         if raised is not None and raised.text.startswith(CONSEQUENCE):
             self.unknown.append(f"left because of another one: {raised.text[:200]}")
             if any(call.state is not State.COMPLETED for call in calls.values()):
-                # What it was in when the other one was lost says more than that it gave up.
-                return None
-        if raised is not None and not raised.text.startswith(CONSEQUENCE):
+                return None  # what it was in when the other one was lost says more than that it gave up
+        elif raised is not None:
             return Event(self.rank, What.EXIT, raised.text, site=self._site(raised.site), state=State.COMPLETED)
         if recording.closed_ns is not None:
             return Event(self.rank, What.EXIT, state=State.COMPLETED)
         if self._running_process(recording) is False:
-            self.unknown.append(f"its process {recording.pid} is gone and has not said why")
+            self.unknown.append(f"its process {recording.pid} is gone and has not said why{LATER * self.died_later}")
+            if self.died_later:
+                return None
             return Event(self.rank, What.EXIT, state=State.COMPLETED, confidence=Confidence.INFERRED)
         return None
 
@@ -411,17 +404,17 @@ class Ring:
     def _owner(call: Event) -> str:
         return "P" if "P" in call.queues else "D"
 
-    def _settled(self) -> bool:
-        """Whether the rank has been silent for long enough; what is dead or of another boot stays as it is."""
-        if self.newest_ns is None or self._patience_ns is None:
+    @property
+    def lively(self) -> bool:
+        """Whether it moved a moment ago, and its process runs: it may move again. What is dead stays as it is."""
+        if self.newest_ns is None or self._patience_ns is None or self.recording.closed_ns is not None:
             return False
-        if not self._running_process(self.recording):
-            return True
         age = time.monotonic_ns() - self.newest_ns
-        if 0 <= age < self._patience_ns:
-            self.unknown.append(f"moved {age / 1e9:.1f} s ago: {LOOK_AGAIN}")
-            return False
-        return True
+        return 0 <= age < self._patience_ns and bool(self._running_process(self.recording))
+
+    def _settled(self) -> bool:
+        """Whether the rank has been silent for long enough."""
+        return self.newest_ns is not None and self._patience_ns is not None and not self.lively
 
     def _wait(self, entry: Entry, calls: dict[tuple[str, int], Event]) -> Event:
         """The host's wait, for a submission, for all of P, for a rank, or for something else."""
@@ -449,12 +442,15 @@ class Ring:
         if recording.dropped:
             self.unknown.append(f"{recording.dropped} older events are overwritten")
         if recording.torn or recording.truncated:
-            cut = ", and the file is cut off" if recording.truncated else ""
+            cut = ", and the file is cut off" * recording.truncated
             self.unknown.append(f"{recording.torn} events cannot be read{cut}")
         if self.lost_graphs:
             self.unknown.append(f"{self.lost_graphs} graph launches cannot be numbered")
         if self.newest_ns is None:
             self.unknown.append("its ring is empty")
+        elif self.lively:
+            age = max(0, time.monotonic_ns() - self.newest_ns) / 1e9
+            self.unknown.append(f"moved {age:.1f} s ago: {LOOK_AGAIN}")
 
     def _communicator(self, group: str) -> Communicator:
         known = self._comms.get(group)

@@ -143,6 +143,7 @@ def from_json(data: bytes | str, path: Path, rank: int | None = None) -> list[St
                 tuple(sites),
                 _number(each.get("pid")),
                 gil if isinstance(gil := each.get("owns_gil"), bool) else None,
+                tid=_number(each.get("os_thread_id")),
             )
         )
     if not stacks:

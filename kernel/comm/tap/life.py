@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from kernel.record.foreign import Call
+from kernel.record.foreign import NEW_GROUPS, Call, members_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,8 +87,8 @@ class Life:
 
         return init_process_group
 
-    def _note(self, name: str, ranks: Sequence[int], op: str = CREATION) -> Note:
-        return self.notes.call(self.notes.plain(name, ranks), Call(op, medium="host"), 0, 0, (), ())
+    def _note(self, name: str, ranks: Sequence[int], op: str = CREATION, tag: str = "") -> Note:
+        return self.notes.call(self.notes.plain(name, ranks), Call(op, tag=tag, medium="host"), 0, 0, (), ())
 
     def _initialised(self, args: Sequence[Any], named: dict[str, Any]) -> Note | None:
         size = named.get("world_size", args[3] if len(args) > 3 else -1)
@@ -100,11 +100,15 @@ class Life:
     def _made(self, args: Sequence[Any], named: dict[str, Any]) -> Note | None:
         ranks = named.get("ranks", args[0] if args else None)
         everybody = range(dist.get_world_size())
-        members = sorted(ranks) if ranks is not None else everybody
+        ordered = named.get("sort_ranks", args[7] if len(args) > 7 else True)
+        members = everybody if ranks is None else sorted(ranks) if ordered else list(ranks)
         alone = named.get("use_local_synchronization", args[4] if len(args) > 4 else False)
         if alone and self.notes.recorder.rank not in members:
             return None
-        return self._note("new groups of its members", members) if alone else self._note("new groups", everybody)
+        if alone:
+            return self._note("new groups of its members", members)
+        # All ranks count all groups that are made, so that calls with one number are to make one group.
+        return self._note(NEW_GROUPS, everybody, tag=members_text(members))
 
     def _split(self, args: Sequence[Any], named: dict[str, Any]) -> Note | None:
         parent = named.get("parent_pg", args[0] if args else None) or dist.group.WORLD

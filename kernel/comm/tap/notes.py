@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
@@ -14,7 +15,7 @@ from weakref import ref
 import torch
 
 import kernel
-from kernel.record.foreign import BROKEN, HOST_MEDIA, Call, Captured, Group, thread_text
+from kernel.record.foreign import BROKEN, HOST_MEDIA, OVER, Call, Captured, Group, thread_text
 from kernel.record.layout import Kind
 
 if TYPE_CHECKING:
@@ -79,6 +80,23 @@ class Known:
         return ranks[member] if ranks is not None and 0 <= member < len(ranks) else member
 
 
+class _Over:
+    """Kept by a thread for as long as it lives, and gone with it: the record says then that it has ended."""
+
+    __slots__ = ("_notes", "_number", "_pid")
+
+    def __init__(self, notes: Notes, number: int) -> None:
+        self._notes, self._number, self._pid = ref(notes), number, os.getpid()
+
+    def __del__(self) -> None:
+        notes = self._notes()
+        # Without a record any more it is that which went, and not the thread; and a process that is forked drops all
+        # threads but one, while those of the record's own process live on.
+        if notes is not None and not notes.off and os.getpid() == self._pid:
+            with suppress(Exception):
+                notes.event(Kind.MARK, epoch=self._number, b=notes.recorder.site(OVER))
+
+
 class Notes:
     """Writes to `recorder`. All methods may be called from any thread; none raises but for want of memory."""
 
@@ -92,6 +110,8 @@ class Notes:
         """One more than the number of the newest call's event."""
         self.lives = 0
         """How often this process has joined a default group."""
+        self.off = False
+        """The record is closed."""
         self._groups: dict[ref[Any], Known] = {}
         self._named: Counter[str] = Counter()
         self._labels: dict[Any, Known] = {}
@@ -113,10 +133,12 @@ class Notes:
             return self.local.number  # type: ignore[no-any-return]
         except AttributeError:
             pass
-        number = 0
-        if threading.current_thread() is not threading.main_thread():
+        number, mine = 0, threading.current_thread()
+        if mine is not threading.main_thread():
             number = next(self._threads)
-            self.recorder.site(thread_text(number, threading.current_thread().name))
+            self.recorder.site(thread_text(number, mine.name))
+            if not isinstance(mine, threading._DummyThread):  # those of C++ come and go with each call of theirs
+                self.local.over = _Over(self, number)
         self.local.number = number
         return number
 

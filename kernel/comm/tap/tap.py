@@ -86,8 +86,9 @@ class Tap:
                 return
             self._closed = True
             self._early.undo()
-            for part in self._parts:
-                part.off = True
+            for part in (*self._parts, self._notes):
+                if part is not None:
+                    part.off = True
             self._patches.undo()
             for part in self._parts:
                 if hasattr(part, "undo"):
