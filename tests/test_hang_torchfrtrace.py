@@ -135,7 +135,7 @@ CASES = {
     "all equal and stuck": Case(of(two("all_reduce", "all_reduce", state="scheduled")), "", ("below", "undecided", ())),
     "a dump is missing": Case(of(two("all_reduce", "all_reduce", state="scheduled")[:1]), "AssertionError",
                               ("missing", "undecided", ())),
-    "a member left out a call": Case(of(left_out()), r"missing ranks: \{1\}", ("missing", "certain", (1,))),
+    "a member left out a call": Case(of(left_out()), r"missing ranks: \{1\}", ("missing", "conditional", (1,))),
     "other operations": Case(of(two("all_reduce", "all_gather")), "COLLECTIVE_TYPE_MISMATCH",
                              ("mismatch", "certain", ())),
     "equal and done": Case(of(two("all_reduce", "all_reduce")), "", ("none", "certain", ())),
@@ -146,9 +146,9 @@ FOLDERS: dict[str, tuple[str, str, str, tuple[str, str, tuple[int, ...]]]] = {
     "no dump of rank 0": ("h200/host_blocked", "dump_rank_", "AssertionError", ("none", "undecided", ())),
     "op_mismatch": ("h200/op_mismatch", "dump_rank_", "TYPE_MISMATCH", ("mismatch", "certain", ())),
     "size_mismatch": ("h200/size_mismatch_completes", "dump_rank_", "SIZE_OR_SYNTAX", ("mismatch", "certain", ())),
-    "lock_gil": ("megatron16/lock_gil", "_dump_", r"(missing ranks[\s\S]*){14}", ("missing", "certain", (9, 14))),
+    "lock_gil": ("megatron16/lock_gil", "_dump_", r"(missing ranks[\s\S]*){14}", ("missing", "conditional", (9, 14))),
     "gpu_error": ("megatron16/gpu_error", "_dump_", r"(missing ranks[\s\S]*){21}",
-                  ("device_stall", "certain", (12, 14))),
+                  ("device_stall", "conditional", (12, 14))),
 }  # fmt: skip
 
 

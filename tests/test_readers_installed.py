@@ -190,7 +190,8 @@ def test_a_ring_without_these_events_still_reads(tmp_path: Path) -> None:
     recording = read(recorder.path)
     assert recording.beat_ns is None
     assert [event.kind for event in recording.events] == [Kind.ENQUEUE]
-    assert [event.kind for event in RecordReader().read(recorder.path).events] == [What.COLLECTIVE]
+    # It moved a moment ago: it may yet call something.
+    assert [event.kind for event in RecordReader().read(recorder.path).events] == [What.COLLECTIVE, What.WAIT]
 
 
 def threaded(out: Path, names: str = "abcd") -> list[tuple[Rank, list[Group]]]:

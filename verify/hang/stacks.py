@@ -59,7 +59,7 @@ class Place:
     @property
     def spot(self) -> str:
         """The same in words, to come after "at"."""
-        return UNREAD if self.line is None else str(self.line)
+        return f"{UNREAD} ({self.site})" if self.line is None else str(self.line)
 
     @property
     def who(self) -> str:
