@@ -147,10 +147,12 @@ def memory(all_: Results) -> str:
     for row in found["worlds"]:
         worst = max(row["each"], key=lambda each: each["peak_mb"])
         rows.append(
-            [str(row["ranks"]), str(row["adp"]), number(row["shards_mb"]), number(row["kv_pool_mb"]),
-             number(max(row["loaded_mb"])), number(worst["peak_mb"]), number(worst["allowed_mb"]), yes(worst["met"])]
+            [str(row["ranks"]), str(row["adp"]), "yes" if row["compiled"] else "no", number(row["shards_mb"]),
+             number(row["kv_pool_mb"]), number(max(row["loaded_mb"])), number(worst["peak_mb"]),
+             number(worst["allowed_mb"]), yes(worst["met"])]
         )  # fmt: skip
-    head = ["ranks", "replicas", "shards, MB", "KV pool, MB", "peak at loading, MB", "peak, MB", "aim, MB", "met"]
+    head = ["ranks", "replicas", "compiled", "shards, MB", "KV pool, MB"]
+    head += ["peak at loading, MB", "peak, MB", "aim, MB", "met"]
     return table(head, rows) + about(found)
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kernel import views as control
 from kernel.driver import Driver
-from kernel.errors import Divergence, LeaseExpired, PolicyError, TurnstileError
+from kernel.errors import Divergence, TurnstileError
 from kernel.gate import RankGate
 from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.order import Order
@@ -27,12 +27,13 @@ from kernel.phase import PhaseState, own
 from kernel.prefill import Epoch
 from kernel.replica import Output, Replica, Turn
 from kernel.request import Phase, Sampled
+from kernel.sched import hooks
 from kernel.sched.policy import Limits, Memory, Plan, Policy, RankView
 from kernel.step import Step
 from kernel.turnstile import Turnstile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from kernel.cache import KVCache
     from kernel.journal import Journal
@@ -79,6 +80,7 @@ class Rank:
         self._d = own(ports.device, world, ports.model.layers, Phase.D)
         self._adopt(policy)
         self._leads = rank in world.leaders()
+        self._most = limits.bucket(limits.rows)
         self._replica = Replica(rank, world.replica(rank), limits.rows, ports.cache, self._emit)
         self.turnstile = Turnstile(rank)
         self._order = Order(rank)
@@ -104,7 +106,7 @@ class Rank:
                 while not (self._stopping and self._plan.idle):
                     await self._round()
         except BaseExceptionGroup as group:
-            error = _first(group)
+            error = hooks.first(group)
             self._journal.exception(error)
             raise error from group
         except TurnstileError as error:
@@ -120,13 +122,21 @@ class Rank:
         # A round may find everybody there already and so never wait. The loop must still get to read the inbox: ranks
         # that see different lengths of it are not idle, and would go round for ever without reading on.
         await asyncio.sleep(0)
-        with self._policy_code("plan"):
-            plan, memory = self._planned(self.policy.plan(self._views, self._memory))
-        self._plan, self._memory = plan, memory
-        self._digest = control.digest_of(plan, memory)
-        self._ended = False
-        self._journal.plan(plan, self._digest)
-        self._apply(plan)
+        policy, now = self.policy, self._memory.round
+        try:
+            planned = policy.plan(self._views, self._memory)
+        except hooks.FAILS as error:
+            hooks.raised(error, policy, "plan", self._at(now))
+            raise
+        try:
+            self._plan, self._memory = plan, memory = self._planned(planned)
+            self._digest = control.digest_of(plan, memory)
+            self._ended = False
+            self._journal.plan(plan, self._digest)
+            self._apply(plan)
+        except Exception as error:
+            hooks.unusable(error, policy, "plan", self._at(now))
+            raise
         if plan.idle and self._stopping:
             return
         if plan.idle and self._changes:
@@ -137,43 +147,36 @@ class Rank:
             self._journal.wait("inbox", leaves=True)
         else:
             gate = RankGate(plan, self, self._meet)
-            with self._policy_code("turn"):
-                await self.policy.turn(gate)
+            try:
+                await policy.turn(gate)
+            except hooks.FAILS as error:
+                hooks.raised(error, policy, "turn", self._at(now))
+                raise
             gate.close()
         if not self._ended:
             await self._exchange("end")
 
+    def _at(self, round_: int) -> str:
+        return f"rank {self.rank}, round {round_}"
+
     def _planned(self, answer: object) -> tuple[Plan, Memory]:
         """What a policy's plan returned. Raises PolicyError unless it is what the seam says."""
         match answer:
+            case (Plan(round=round_), Memory()) if round_ != self._memory.round:
+                what = f"round {round_!r:.60}: it must be the round that its memory names"
             case (Plan(span=int(span)) as plan, Memory() as memory) if span >= 1:
-                return plan, memory
+                rows = max(plan.decode, default=0)
+                if rows <= plan.bucket <= self._most and not plan.bucket % self.limits.granule:
+                    return plan, memory
+                what = (
+                    f"a bucket of {plan.bucket} rows for {rows}: it must hold them, be at most {self._most} and a"
+                    f" multiple of {self.limits.granule}"
+                )
             case (Plan(span=span), Memory()):
                 what = f"a span of {span!r:.60}: it must be a whole number of boundaries, at least 1"
             case _:
                 what = f"{type(answer).__name__}: it must be (Plan, Memory)"
-        where = f"(rank {self.rank}, round {self._memory.round})"
-        raise PolicyError(f"policy {self.policy.name} failed in plan: plan() returned {what} {where}")
-
-    @contextmanager
-    def _policy_code(self, what: str) -> Iterator[None]:
-        """Whatever a policy raises ends the run with one line that names its file and line."""
-        try:
-            yield
-        except TurnstileError:
-            raise
-        except Exception as failure:
-            error: BaseException = _first(failure) if isinstance(failure, BaseExceptionGroup) else failure
-            if isinstance(error, TurnstileError):
-                raise error from failure
-            trace, line = error.__traceback__, ""
-            while trace is not None:
-                line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-                trace = trace.tb_next
-            raise PolicyError(
-                f"policy {self.policy.name} failed in {what} at {line}: {type(error).__name__}: {error}"
-                f" (rank {self.rank}, round {self._memory.round})"
-            ) from error
+        raise hooks.wrong(self.policy, "plan", f"returned {what}", self._at(self._memory.round))
 
     def _adopt(self, policy: Policy) -> None:
         self.policy = policy
@@ -432,17 +435,3 @@ def _whole(driver: Driver[Sequence[Sampled | None]]) -> Sequence[Sampled | None]
     driver.advance(1 << 30)
     assert driver.result is not None
     return driver.result
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: our own before others, the earliest of its kind."""
-    flat: list[BaseException] = []
-    todo: list[BaseException] = [group]
-    while todo:
-        error = todo.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            todo = [*error.exceptions, *todo]
-        else:
-            flat.append(error)
-    own_errors = [e for e in flat if isinstance(e, TurnstileError) and not isinstance(e, LeaseExpired)]
-    return (own_errors or flat)[0]

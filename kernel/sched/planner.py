@@ -9,7 +9,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kernel.errors import PolicyError
+from kernel.sched import hooks
 from kernel.sched.policy import ALL, Chunk, Gate, Guarantees, Limits, Memory, Plan, RankView
 
 
@@ -129,10 +129,8 @@ class Planner:
         except TypeError:
             span = 0
         if span < 1:
-            raise PolicyError(
-                f"policy {self.name} failed in plan: span() returned {granted!r:.60}: it must return a whole number of"
-                f" boundaries, at least 1 (round {now.memory.round})"
-            )
+            what = f"returned {granted!r:.60}: it must return a whole number of boundaries, at least 1"
+            raise hooks.wrong(self, "span", what, f"round {now.memory.round}")
         return span
 
     def _admit(self, view: RankView) -> tuple[Chunk, ...]:
