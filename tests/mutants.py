@@ -212,7 +212,7 @@ SHARED_PLAN: Final = (
         (Change("kernel.rank:Rank._round", PLAN,
                 "planned = policy.plan(tuple(replace(v, complete=self._epoch is None or self._epoch.poll())"
                 " for v in self._views), self._memory)"),),
-        executions=3, spin="completion read again after the permit",
+        executions=5, spin="completion read again after the permit",
     ),
     Mutant(
         "complete once enqueued", "a rank takes it for granted that its device has finished P", INVARIANT, "promotion",
