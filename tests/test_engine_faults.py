@@ -23,10 +23,12 @@ WORLD = World(2, 1, 1)
 POLICIES = """
     import asyncio
     import dataclasses
+    import itertools
     import json
     import os
     import signal
     import sys
+    import time
 
     from kernel.sched.fine import Fine
     from kernel.sched.policy import ALL
@@ -161,6 +163,25 @@ POLICIES = """
         async def turn(self, gate):
             json.loads("{")
 
+    class Spins(Fine):
+        name = "spins"
+
+        async def turn(self, gate):
+            while True:
+                pass
+
+    class Sleeps(Fine):
+        name = "sleeps"
+
+        async def turn(self, gate):
+            time.sleep(1000)
+
+    class SpinsInC(Fine):
+        name = "spins_in_c"
+
+        def decode_now(self, now):
+            sum(itertools.repeat(0))
+
     class Dies(Fine):
         name = "dies"
 
@@ -221,6 +242,27 @@ async def test_a_policy_that_breaks_the_rules_stops_the_run(
     with pytest.raises(error, match=text) as caught:
         await run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "line", "hook"),
+    [("Spins", "pass", "turn"), ("Sleeps", "time.sleep", "turn"), ("SpinsInC", "sum(", "decode_now")],
+)
+async def test_a_policy_that_holds_its_rank_s_loop_is_told_with_its_line(
+    policy: str, line: str, hook: str, checkpoint: Path, nursery: Nursery
+) -> None:
+    file = checkpoint / "policies.py"
+    text = file.read_text().splitlines()
+    begins = text.index(f"class {policy}(Fine):")
+    numbers = [at for at, each in enumerate(text, 1) if line in each and begins < at < begins + 8]
+    with pytest.raises(RankLost, match=rf"rank 0 stands at {file}:(\d+) in {hook}") as caught:
+        async with Engine(checkpoint, WORLD, policy=f"{file}:{policy}", nursery=nursery, rank_timeout_s=4.0) as engine:
+            await engine.generate([3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))
+    said = str(caught.value)
+    assert "\n" not in said
+    # A loop has two lines.
+    assert int(said.partition(f"{file}:")[2].partition(" ")[0]) in {*numbers, *(number - 1 for number in numbers)}
 
 
 async def test_a_killed_rank_s_record_says_what_it_was_doing(
