@@ -111,7 +111,8 @@ async def measure(model: Path, size: int, adp: int, compiled: bool) -> dict[str,
     worst = max(row["each"], key=lambda one: float(one["peak_mb"]))
     print(
         f"{size} ranks, {adp} replicas{', compiled' if compiled else ''}: shards {row['shards_mb']} MB, KV pool"
-        f" {row['kv_pool_mb']} MB, peak at loading {max(row['loaded_mb'])} MB, peak {worst['peak_mb']} MB of {worst['allowed_mb']} allowed",
+        f" {row['kv_pool_mb']} MB, peak at loading {max(row['loaded_mb'])} MB, peak {worst['peak_mb']} MB of"
+        f" {worst['allowed_mb']} allowed",
         flush=True,
     )
     return row
