@@ -88,27 +88,31 @@ def verdict(peak: int, shards: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def measure(model: Path, size: int, adp: int) -> dict[str, Any]:
+async def measure(model: Path, size: int, adp: int, compiled: bool) -> dict[str, Any]:
     """One world."""
     world, config = World(size, adp, size), read_config(model)
     shards = weight_bytes(config, world, DeviceOptions("cpu").resolved(config))
     nursery = Watched()
     try:
-        async with Engine(model, world, kv_tokens=KV_TOKENS, prefill_tokens=512, nursery=nursery) as engine:
+        async with Engine(
+            model, world, kv_tokens=KV_TOKENS, prefill_tokens=512, nursery=nursery, compiled=compiled
+        ) as engine:
             loaded = dict(nursery.peaks)
             await batch(engine, REQUESTS, PROMPT, OUTPUT)
     finally:
         nursery.close()
     pool = engine.kv_tokens * kv_bytes_per_token(config, world)
     row: dict[str, Any] = {
-        "ranks": size, "adp": adp, "shards_mb": round(shards / 1e6, 1), "kv_pool_mb": round(pool / 1e6, 1),
+        "ranks": size, "adp": adp, "compiled": compiled, "shards_mb": round(shards / 1e6, 1),
+        "kv_pool_mb": round(pool / 1e6, 1),
         "samples": nursery.samples, "loaded_mb": [round(each / 1e6, 1) for each in loaded.values()],
         "each": [verdict(peak, shards) for peak in nursery.peaks.values()],
     }  # fmt: skip
     worst = max(row["each"], key=lambda one: float(one["peak_mb"]))
     print(
-        f"{size} ranks, {adp} replicas: shards {row['shards_mb']} MB, KV pool {row['kv_pool_mb']} MB, peak at loading"
-        f" {max(row['loaded_mb'])} MB, peak {worst['peak_mb']} MB of {worst['allowed_mb']} allowed",
+        f"{size} ranks, {adp} replicas{', compiled' if compiled else ''}: shards {row['shards_mb']} MB, KV pool"
+        f" {row['kv_pool_mb']} MB, peak at loading {max(row['loaded_mb'])} MB, peak {worst['peak_mb']} MB of"
+        f" {worst['allowed_mb']} allowed",
         flush=True,
     )
     return row
@@ -123,7 +127,8 @@ async def measured_worlds(asked: argparse.Namespace) -> dict[str, Any]:
         rows = []
         for size in asked.ranks:
             for adp in dict.fromkeys((1, size // 2 or 1)):
-                rows += [await measure(model, size, adp) for _ in range(asked.repeat)]
+                for compiled in (False, True):
+                    rows += [await measure(model, size, adp, compiled) for _ in range(asked.repeat)]
     return {"checkpoint_mb": round(checkpoint / 1e6, 1), "model": {**SHAPE, "layers": asked.layers}, "worlds": rows}
 
 

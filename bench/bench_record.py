@@ -2,8 +2,9 @@
 
 The CPU time of this thread per event, over a ring that wraps several times: least, median and largest of many batches.
 On a core whose sibling thread is busy, everything here takes up to twice as long; the least is the quiet core's.
-Then runs of real ranks with and without a record in turn, in pairs: their length, and the CPU time of all ranks; and
-what share of that time the events of a run take at their measured price (what the rank does to write one comes on top).
+Then runs of real ranks with and without a record in turn, in pairs: their length, and the CPU time of all ranks; what
+share of that time the events of a run take at their measured price (what the rank does to write one comes on top); and
+what the record adds to the CPU time of decode rounds, in stretches of one run (`bench/stretches.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import measured
+from bench import measured, stretches
 from bench.batches import SHAPE, batch, cpu_s
+from bench.stretch_policy import RECORD, StretchConfig
 from kernel.record import Kind, NullRecorder, Recorder, read, read_run, ring_path
 from kernel.request import Phase
 from kernel.topology import World
@@ -75,8 +77,12 @@ async def runs(asked: argparse.Namespace) -> dict[str, Any]:
     events = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = write_checkpoint(folder / "model", **SHAPE)  # type: ignore[arg-type]
-        async with Engine(model, World(asked.ranks, asked.ranks, asked.ranks)) as engine:
+        sizes = StretchConfig(RECORD, rows=max(1, asked.requests // asked.ranks), pairs=asked.pairs)
+        most = sizes.rounds + asked.prompt + asked.tokens
+        model = write_checkpoint(folder / "model", **SHAPE, max_positions=most)  # type: ignore[arg-type]
+        pool = 16 * sizes.rows * (most // 16 + 2)
+        async with Engine(model, World(asked.ranks, asked.ranks, asked.ranks), kv_tokens=pool) as engine:
+            rounds = await stretches.measure(engine, folder / "stretches", sizes, asked.prompt)
             for round_, way in measured.turns((WITH, WITHOUT), asked.repeat + 1):
                 run = folder / str(round_)
                 await engine.flush()
@@ -92,19 +98,21 @@ async def runs(asked: argparse.Namespace) -> dict[str, Any]:
                     await engine.use_policy("fine")
                     events = sum(len(each.events) + each.dropped for each in read_run(run).values())
     found: dict[str, Any] = {"requests": asked.requests, "tokens": asked.tokens, "events_a_run": events}
+    found["stretches"] = rounds
     for what, each in (("length", seconds), ("cpu", cpu)):
         ratio = measured.paired(each[WITH], each[WITHOUT])
         found[what] = {
             "with_s": measured.spread(each[WITH]), "without_s": measured.spread(each[WITHOUT]),
             **ratio, "percent": measured.percent_more(ratio),
         }  # fmt: skip
-    return {**found, "aim_percent": AIM_PERCENT, "met": measured.below(found["length"]["percent"], AIM_PERCENT)}
+    return {**found, "aim_percent": AIM_PERCENT, "met": measured.below(rounds["percent"], AIM_PERCENT)}
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = measured.arguments(__doc__, "record.json", 15, "pairs of runs")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=100, help="of stretches of rounds (default: 100)")
     parser.add_argument("--requests", type=int, default=16, help="of a run (default: 16)")
     parser.add_argument("--prompt", type=int, default=200, help="tokens (default: 200)")
     parser.add_argument("--tokens", type=int, default=64, help="that each generates (default: 64)")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PARTS: Final = (
     ("plan", "kernel.sched.planner:Planner", "plan"),
-    ("digest", "kernel.views", "digest"),
+    ("digest", "kernel.views", "digest_of"),
     ("views", "kernel.views", "encode decode check_peers check_equal"),
     ("view of this rank", "kernel.rank:Rank", "_view"),
     ("apply the plan", "kernel.rank:Rank", "_apply"),

@@ -7,7 +7,7 @@ capture.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from kernel.errors import ModelError
 from kernel.request import Phase
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kernel.ports import Event
 
 R = TypeVar("R")
+_END: Final = 1 << 30
 
 
 class Driver(Generic[R]):
@@ -73,6 +74,12 @@ class Driver(Generic[R]):
                 self._at = request.index
                 if request.index >= end:
                     return False
+
+    def whole(self) -> R:
+        """Run to the end, under D, where nothing may suspend; what the forward returns."""
+        self.advance(_END)
+        assert self.result is not None
+        return self.result
 
     def resume(self, value: Any, end: int) -> bool:
         """Go on after `waiting` is done, with its value."""

@@ -103,7 +103,9 @@ class Inbox:
 
     def take(self, upto: int) -> list[Entry]:
         """The entries numbered up to `upto` that were not taken before."""
-        count = max(0, upto - self._taken)
+        if upto <= self._taken:
+            return []
+        count = upto - self._taken
         taken, self._pending = self._pending[:count], self._pending[count:]
         self._taken += len(taken)
         return taken

@@ -40,7 +40,7 @@ class Journal:
         self._open(recorder)
 
     def _open(self, recorder: Recorder | NullRecorder) -> None:
-        self._recorder, self._event = recorder, recorder.event
+        self._recorder, self._event, self._write = recorder, recorder.event, recorder.write
         self._sites: dict[Call, int] = {}
         self._ops: dict[Call, int] = {}
         self._groups: dict[_Key, int] = {}
@@ -69,15 +69,14 @@ class Journal:
     def plan(self, plan: Plan, digest: int) -> None:
         """This round's plan."""
         self.round, self.epoch = plan.round, plan.epoch
-        self._event(Kind.PLAN, None, HOST, 0, 0, plan.round, plan.activate, digest, plan.bucket, 0)
+        self._write(Kind.PLAN, 0, 0, plan.round, plan.activate, digest, plan.bucket, 0)
 
     def exchange(self, tag: str, leaves: bool) -> None:
         """This rank enters or leaves an all-rank rendezvous."""
         self._exchanges += not leaves
         self._tag = "" if leaves else tag
         kind = Kind.EXCHANGE_LEAVE if leaves else Kind.EXCHANGE_ENTER
-        text = self._recorder.site(tag)
-        self._event(kind, None, HOST, 0, self._exchanges, self.round, self.epoch, 0, text, 0)
+        self._write(kind, 0, self._exchanges, self.round, self.epoch, 0, self._recorder.site(tag), 0)
 
     def wait(self, owner: str, leaves: bool) -> None:
         """The loop's task waits for `owner`."""
@@ -168,7 +167,7 @@ class Journal:
     def _wait(self, owner: str, leaves: bool, text: str, a: int) -> None:
         self._owner = "" if leaves else owner
         kind = Kind.HOST_WAIT_LEAVE if leaves else Kind.HOST_WAIT_ENTER
-        self._event(kind, None, HOST, 0, 0, self.round, self.epoch, a, self._recorder.site(text), 0)
+        self._write(kind, 0, 0, self.round, self.epoch, a, self._recorder.site(text), 0)
 
     def _text(self, kind: Kind, text: str) -> None:
         self._event(kind, None, HOST, 0, 0, self.round, self.epoch, 0, self._recorder.site(text), 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kernel.errors import OrderViolation
 from kernel.request import Phase
-from kernel.views import digest, fold
+from kernel.views import digest, mix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Order:
     @property
     def hash(self) -> int:
         """Of everything enqueued so far."""
-        return fold(0, *self._hashes.values())
+        return mix(*self._hashes.values())
 
     def enqueue(self, round_: int, phase: Phase, calls: Calls, sizes: Sequence[int]) -> None:
         """Note a submission: `calls` of `phase`, in order, with the plan's row counts `sizes`.
@@ -60,7 +60,7 @@ class Order:
                     f" enqueued on the {stream} stream after {before} key {last}: launch D before releasing P"
                 )
             self._last[stream] = (round_, place, mine[-1].index)
-            self._hashes[stream] = fold(self._hashes[stream], round_, place, self._sign(calls, stream, mine), *sizes)
+            self._hashes[stream] = mix(self._hashes[stream], round_, place, self._sign(calls, stream, mine), *sizes)
 
     def _sign(self, calls: Calls, stream: Phase, mine: tuple[Call, ...]) -> int:
         """The signature of `mine`; `calls` is one object for each place of a program, so its identity finds it."""

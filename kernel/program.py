@@ -138,6 +138,11 @@ class Program:
             for index, (site, layer, op, role) in enumerate(self._steps())
         )
 
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether rows are gathered over replicas of one shard first, which leaves them shard-major."""
+        return any(call.role is Role.ADP for call in self.at(Site.GATHER, 0))
+
     @property
     def boundaries(self) -> int:
         """Safe boundaries 0 .. boundaries-1; a permit of this value lets the epoch end."""

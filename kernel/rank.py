@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kernel import views as control
 from kernel.driver import Driver
-from kernel.errors import Divergence, LeaseExpired, PolicyError, TurnstileError
+from kernel.errors import Divergence, TurnstileError
 from kernel.gate import RankGate
 from kernel.inbox import Abort, EndSession, Entry, Flush, Inbox, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.order import Order
@@ -27,12 +27,13 @@ from kernel.phase import PhaseState, own
 from kernel.prefill import Epoch
 from kernel.replica import Output, Replica, Turn
 from kernel.request import Phase, Sampled
+from kernel.sched import hooks
 from kernel.sched.policy import Limits, Memory, Plan, Policy, RankView
 from kernel.step import Step
 from kernel.turnstile import Turnstile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from kernel.cache import KVCache
     from kernel.journal import Journal
@@ -79,7 +80,10 @@ class Rank:
         self._d = own(ports.device, world, ports.model.layers, Phase.D)
         self._adopt(policy)
         self._leads = rank in world.leaders()
-        self._replica = Replica(rank, world.replica(rank), limits.rows, ports.cache, self._emit)
+        self._scopes = {phase: partial(ports.device.scope, phase) for phase in Phase}
+        self._most = limits.bucket(limits.rows)
+        emit = ports.emit if self._leads else _nobody
+        self._replica = Replica(rank, world.replica(rank), limits.rows, ports.cache, emit)
         self.turnstile = Turnstile(rank)
         self._order = Order(rank)
         self._journal = ports.journal
@@ -90,7 +94,7 @@ class Rank:
         self._rows: list[tuple[Turn, Any]] = []
         self._plan = Plan(round=-1)
         self._digest = 0
-        self._ended = False
+        self._ended = self._yielded = False
         self._stopping = False
         self._changes: deque[UsePolicy | UpdateWeights] = deque()
         self._tasks: asyncio.TaskGroup | None = None
@@ -104,7 +108,7 @@ class Rank:
                 while not (self._stopping and self._plan.idle):
                     await self._round()
         except BaseExceptionGroup as group:
-            error = _first(group)
+            error = hooks.first(group)
             self._journal.exception(error)
             raise error from group
         except TurnstileError as error:
@@ -117,16 +121,26 @@ class Rank:
                 flight.driver.close()  # its stream may end without having begun it
 
     async def _round(self) -> None:
-        # A round may find everybody there already and so never wait. The loop must still get to read the inbox: ranks
-        # that see different lengths of it are not idle, and would go round for ever without reading on.
-        await asyncio.sleep(0)
-        with self._policy_code("plan"):
-            plan, memory = self._planned(self.policy.plan(self._views, self._memory))
-        self._plan, self._memory = plan, memory
-        self._digest = control.digest_of(plan, memory)
-        self._ended = False
-        self._journal.plan(plan, self._digest)
-        self._apply(plan)
+        if not self._yielded:
+            # A round may find everybody there already and so never wait. The loop must still get to read the inbox:
+            # ranks that see different lengths of it are not idle, and would go round for ever without reading on.
+            await asyncio.sleep(0)
+        self._yielded = False
+        policy, now = self.policy, self._memory.round
+        try:
+            planned = policy.plan(self._views, self._memory)
+        except hooks.FAILS as error:
+            hooks.raised(error, policy, "plan", self._at(now))
+            raise
+        try:
+            self._plan, self._memory = plan, memory = self._planned(planned)
+            self._digest = control.digest_of(plan, memory)
+            self._ended = False
+            self._journal.plan(plan, self._digest)
+            self._apply(plan)
+        except Exception as error:
+            hooks.unusable(error, policy, "plan", self._at(now))
+            raise
         if plan.idle and self._stopping:
             return
         if plan.idle and self._changes:
@@ -137,43 +151,45 @@ class Rank:
             self._journal.wait("inbox", leaves=True)
         else:
             gate = RankGate(plan, self, self._meet)
-            with self._policy_code("turn"):
+            try:
                 await self.policy.turn(gate)
+            except hooks.FAILS as error:
+                hooks.raised(error, policy, "turn", self._at(now))
+                raise
             gate.close()
         if not self._ended:
             await self._exchange("end")
 
+    def _at(self, round_: int) -> str:
+        return f"rank {self.rank}, round {round_}"
+
     def _planned(self, answer: object) -> tuple[Plan, Memory]:
         """What a policy's plan returned. Raises PolicyError unless it is what the seam says."""
+        # In every round, so what is right is looked at first and by hand: a match takes ten times as long.
+        if type(answer) is tuple and len(answer) == 2:
+            plan, memory = answer
+            if type(plan) is Plan and type(memory) is Memory and plan.round == self._memory.round:
+                bucket = plan.bucket
+                rows = max(plan.decode, default=0)
+                fits = rows <= bucket <= self._most and not bucket % self.limits.granule
+                if fits and type(plan.span) is int and plan.span >= 1:
+                    return plan, memory
         match answer:
+            case (Plan(round=round_), Memory()) if round_ != self._memory.round:
+                what = f"round {round_!r:.60}: it must be the round that its memory names"
             case (Plan(span=int(span)) as plan, Memory() as memory) if span >= 1:
-                return plan, memory
+                rows = max(plan.decode, default=0)
+                if rows <= plan.bucket <= self._most and not plan.bucket % self.limits.granule:
+                    return plan, memory
+                what = (
+                    f"a bucket of {plan.bucket} rows for {rows}: it must hold them, be at most {self._most} and a"
+                    f" multiple of {self.limits.granule}"
+                )
             case (Plan(span=span), Memory()):
                 what = f"a span of {span!r:.60}: it must be a whole number of boundaries, at least 1"
             case _:
                 what = f"{type(answer).__name__}: it must be (Plan, Memory)"
-        where = f"(rank {self.rank}, round {self._memory.round})"
-        raise PolicyError(f"policy {self.policy.name} failed in plan: plan() returned {what} {where}")
-
-    @contextmanager
-    def _policy_code(self, what: str) -> Iterator[None]:
-        """Whatever a policy raises ends the run with one line that names its file and line."""
-        try:
-            yield
-        except TurnstileError:
-            raise
-        except Exception as failure:
-            error: BaseException = _first(failure) if isinstance(failure, BaseExceptionGroup) else failure
-            if isinstance(error, TurnstileError):
-                raise error from failure
-            trace, line = error.__traceback__, ""
-            while trace is not None:
-                line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-                trace = trace.tb_next
-            raise PolicyError(
-                f"policy {self.policy.name} failed in {what} at {line}: {type(error).__name__}: {error}"
-                f" (rank {self.rank}, round {self._memory.round})"
-            ) from error
+        raise hooks.wrong(self.policy, "plan", f"returned {what}", self._at(self._memory.round))
 
     def _adopt(self, policy: Policy) -> None:
         self.policy = policy
@@ -216,7 +232,7 @@ class Rank:
         sizes = tuple(sum(chunk.tokens for chunk in chunks) for chunks in plan.prefill)
         step = self._step(self._p, sizes, sum(row.fed for row in rows))
         driver: Driver[Sequence[Sampled | None]] = Driver(
-            self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.P)
+            self.ports.model.forward(step, rows), step, self._scopes[Phase.P]
         )
         number = plan.activate
         self._epoch = Epoch(number, self._p, driver, rows, sizes, partial(self._published, number), self._spawn)
@@ -231,7 +247,7 @@ class Rank:
         def watch(call: Call, finished: bool) -> None:
             journal.collective(phase, call, size, finished)
 
-        seen = watch if self.ports.device.deferred else None
+        seen = watch if self.ports.device.deferred and state.program.calls else None
         return Step(
             state.program, self.rank, sizes, live, state.collectives, self.ports.device.layout, state.route, seen
         )
@@ -271,7 +287,7 @@ class Rank:
         label = f"D {plan.round}"
         step = self._step(self._d, sizes, len(rows))
         driver: Driver[Sequence[Sampled | None]] = Driver(
-            self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.D)
+            self.ports.model.forward(step, rows), step, self._scopes[Phase.D]
         )
         calls = self._d.program.calls
         if self._ordered:
@@ -279,7 +295,7 @@ class Rank:
         if not rows:
             self._journal.no_work(Phase.D, label)
         self._journal.submitted(label, Phase.D, calls, plan.bucket, len(rows), sum(sizes))
-        event = self._d.stream.submit(partial(_whole, driver), label)
+        event = self._d.stream.submit(driver.whole, label)
         task = self._spawn(event.wait(), label)
         self._flights.append(Iteration(plan.round, [turn for turn, _ in self._rows], task, driver))
 
@@ -328,6 +344,9 @@ class Rank:
             self._take(entry)
         mine = self._view(), self._digest, self._order.hash
         blobs = await self._rendezvous(tag, control.encode(*mine))
+        if len(blobs) == 1:  # nobody else has said anything
+            self._views = (mine[0],)
+            return
         answers = [mine if rank == self.rank else control.decode(blob) for rank, blob in enumerate(blobs)]
         await self._agree([plan for _, plan, _ in answers], [order for _, _, order in answers])
         self._views = tuple(view for view, _, _ in answers)
@@ -357,6 +376,7 @@ class Rank:
             sampled = await flight.task
             self._journal.wait_for_decode(flight.round, leaves=True)
             self._replica.harvest(flight.turns, sampled)
+            self._yielded = True  # the iteration is a task of a later turn of the loop than its launch
 
     async def _settle(self, upto: int) -> None:
         """Wait for a P epoch whose last segment was submitted by round `upto`: the same lag as D's, on every rank.
@@ -372,26 +392,16 @@ class Rank:
                 epoch.poll()
 
     def _view(self) -> RankView:
-        replica, epoch, snapshot = self._replica, self._epoch, self.turnstile.snapshot
+        replica, epoch, ports = self._replica, self._epoch, self.ports
         complete = epoch is None or epoch.settled
         promotable = replica.promotable(epoch.sampled) if epoch is not None and complete else 0
+        newest, reached = self.turnstile.newest
+        # In order, since names take twice as long in every round.
         return RankView(
-            rank=self.rank,
-            round=self._plan.round + 1,
-            inbox=self.ports.inbox.length,
-            ready=len(replica.ready()),
-            promotable=promotable,
-            slots=replica.free_slots,
-            free_blocks=self.ports.cache.available,
-            waiting=replica.waiting(),
-            queued=replica.queued,
-            epoch=snapshot.epoch,
-            reached=snapshot.reached,
-            complete=complete,
-            tokens=replica.tokens_hash,
-            busy=bool(self._flights),
-            paused=replica.paused,
-        )
+            self.rank, self._plan.round + 1, ports.inbox.length, len(replica.ready()), promotable, replica.free_slots,
+            ports.cache.available, replica.waiting(), replica.queued, newest, reached, complete, replica.tokens_hash,
+            bool(self._flights), replica.paused,
+        )  # fmt: skip
 
     def _take(self, entry: Entry) -> None:
         replica = self._replica
@@ -418,31 +428,10 @@ class Rank:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _emit(self, output: Output) -> None:
-        if self._leads:
-            self.ports.emit(output)
-
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         assert self._tasks is not None
         return self._tasks.create_task(work, name=name)
 
 
-def _whole(driver: Driver[Sequence[Sampled | None]]) -> Sequence[Sampled | None]:
-    """Advance a D forward to its end; under D nothing may suspend."""
-    driver.advance(1 << 30)
-    assert driver.result is not None
-    return driver.result
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: our own before others, the earliest of its kind."""
-    flat: list[BaseException] = []
-    todo: list[BaseException] = [group]
-    while todo:
-        error = todo.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            todo = [*error.exceptions, *todo]
-        else:
-            flat.append(error)
-    own_errors = [e for e in flat if isinstance(e, TurnstileError) and not isinstance(e, LeaseExpired)]
-    return (own_errors or flat)[0]
+def _nobody(output: Output) -> None:
+    """Peers of a replica's leader tell nothing."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernel.errors import Divergence
 from kernel.request import Request, Row, Sampled, State
 from kernel.sched.policy import Chunk, Waiting
-from kernel.views import WAITING, fold
+from kernel.views import WAITING, mix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,6 +110,8 @@ class Replica:
 
     def waiting(self) -> tuple[Waiting, ...]:
         """The first requests in order of service: parts of long prompts first, then first come, first served."""
+        if not self._waiting and not self._partial:
+            return ()
         views = [Waiting(t.request.id, t.missing, 0) for t in self._partial[:WAITING]]
         seen: set[int] = set()
         for turn in self._waiting:
@@ -250,11 +252,11 @@ class Replica:
 
     def _commit(self, turn: Turn, drawn: Sampled) -> None:
         token, logprob = drawn
-        request, tokens = turn.request, turn.tokens
+        request, tokens = turn.request.id, turn.tokens
         tokens.append(token)
-        self.tokens_hash = fold(self.tokens_hash, request.id, token)
+        self.tokens_hash = mix(self.tokens_hash, request, token)
         finish = self._finish(turn, token, len(tokens))
-        self._emit(Output(request.id, token, logprob, finish, turn.cached))
+        self._emit(Output(request, token, logprob, finish, turn.cached))
         if finish:
             self._running.remove(turn)
             turn.state = State.FINISHED

@@ -70,7 +70,7 @@ class Step:
         self._rows, self._live = tuple(rows), live
         self._collectives, self._layout, self._route, self._watch = collectives, layout, route, watch
         self._next = 0
-        self._cross = any(call.role is Role.ADP for call in program.at(Site.GATHER, 0))
+        self._cross = program.crosses
 
     @property
     def bucket(self) -> int:

@@ -49,6 +49,11 @@ class Turnstile:
         return Snapshot(self._epoch, self._reached, self._permit, self._boundaries, self._status)
 
     @property
+    def newest(self) -> tuple[int, int]:
+        """The newest epoch, and the boundary that it has reached."""
+        return self._epoch, self._reached
+
+    @property
     def open(self) -> bool:
         """An epoch has been activated and has not completed."""
         return self._status in (Status.OPEN, Status.ENQUEUED)

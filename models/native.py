@@ -143,7 +143,8 @@ def prompts(rows: Sequence[Row], frequencies: Tensor) -> Fed:
 
 
 class Native:
-    """One rank's layers and head. Weights are packed beside the plain ones: twice their memory.
+    """One rank's layers and head. Matrices are packed one after the other, and each plain one's memory is given back:
+    of `weights` the vectors and the embedding are left.
 
     heads: this rank's query heads. leader: whether this rank adds the residual to the attention's part. slots: the
     tokens that they keep. decoding: D's rows; its forwards come one after the other, and P's bring their own.
@@ -153,6 +154,7 @@ class Native:
         self, config: Qwen3MoeConfig, weights: Weights, pool: KVPool, heads: int, *, leader: bool, slots: Tensor
     ) -> None:
         self._config, self._held = config, list[Tensor]()
+        self._embed = weights.embed.untyped_storage().data_ptr()
         self.frequencies = Rotary(config.head_dim, config.rope_theta, "cpu").frequencies
         self.decoding = Decoding(len(slots), self.frequencies)
         name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[weights.norm.dtype]
@@ -248,6 +250,9 @@ class Native:
         for one, to in zip(every, out, strict=True):
             self._pack(one.data_ptr(), rows, columns, one.stride(0), one.stride(1), to.data_ptr())
         self._held.append(out)
+        storage = weight.untyped_storage()
+        if storage.data_ptr() != self._embed:  # a tied head's
+            storage.resize_(0)
         return out.data_ptr()
 
 

@@ -5,6 +5,7 @@ The library has a plain C interface and needs nothing of torch, so it takes seco
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
 import hashlib
@@ -12,6 +13,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -33,17 +35,29 @@ SEAL: Final = b"turnstile sha256"
 """Ends a kept library, before the digest of all that precedes it: one that was cut off would kill who calls it."""
 
 
-def library() -> Path:
-    """The built library, made now where it is not there yet, or is damaged. Raises UsageError where it cannot be."""
+def library(stop: threading.Event | None = None) -> Path:
+    """The built library, made now where it is not there yet, or is damaged. Raises UsageError where it cannot be.
+
+    stop: set by another thread to give up, which raises `native_compiler.Stopped`; the compiler is killed.
+    """
     command = compiler()
     folder = _folder()
-    path = folder / f"native-{_key(command)}.so"
+    path = folder / f"native-{_key(command, stop)}.so"
     if _whole(path):
         return path
-    with _alone(folder):
+    with _alone(folder, stop):
         if not _whole(path):  # who held the lock has made it meanwhile
-            _make(command, path)
+            _make(command, path, stop)
     return path
+
+
+async def wanted() -> Path:
+    """The same on a running event loop, which goes on; who cancels this is answered as soon as the compiler is dead."""
+    stop = threading.Event()
+    try:
+        return await asyncio.to_thread(library, stop)
+    finally:
+        stop.set()
 
 
 @cache
@@ -56,7 +70,7 @@ def kernels() -> ctypes.CDLL:
         raise UsageError(f"--compile: {path} does not load ({error}): remove it, or leave --compile out") from error
 
 
-def _make(command: list[str], path: Path) -> None:
+def _make(command: list[str], path: Path, stop: threading.Event | None) -> None:
     """Build it beside its place, and put it there whole."""
     if sys.stderr.isatty():
         name = Path(command[0]).name
@@ -64,7 +78,7 @@ def _make(command: list[str], path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as work:
             made = Path(work) / path.name
-            native_compiler.build([*command, *FLAGS, "-o", str(made), str(SOURCE)], made)
+            native_compiler.build([*command, *FLAGS, "-o", str(made), str(SOURCE)], made, stop)
             with made.open("r+b") as file:
                 digest = hashlib.file_digest(file, "sha256").digest()
                 file.seek(0, os.SEEK_END)
@@ -90,7 +104,7 @@ def _whole(path: Path) -> bool:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path, stop: threading.Event | None) -> Iterator[None]:
     """Among those that would build at the same time, for as long as a build may take; then, or without locks, beside.
 
     Two that build beside each other make the same, each in one piece: the lock spares work, no more.
@@ -103,7 +117,9 @@ def _alone(folder: Path) -> Iterator[None]:
         end = time.monotonic() + native_compiler.PATIENCE_S
         with suppress(OSError):  # a file system without locks
             while not _locked(held) and time.monotonic() < end:
-                time.sleep(0.1)
+                if stop is not None and stop.is_set():
+                    raise native_compiler.Stopped
+                time.sleep(native_compiler.LOOK_S)
         yield
     finally:
         os.close(held)
@@ -117,9 +133,9 @@ def _locked(held: int) -> bool:
     return True
 
 
-def _key(command: list[str]) -> str:
+def _key(command: list[str], stop: threading.Event | None) -> str:
     """What the library depends on: its source, compiler, flags and processor."""
-    said = native_compiler.version(command)
+    said = native_compiler.version(command, stop)
     parts = [*(each.read_text() for each in SOURCES), *command, *FLAGS, said, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 

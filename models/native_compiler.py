@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shlex
 import shutil
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import UsageError
+
+if TYPE_CHECKING:
+    from threading import Event
 
 COMPILERS: Final = ("g++", "clang++", "c++")
 VERSION_S: Final = 30.0
 PATIENCE_S: Final = 300.0
 """For one build; a processor that many share takes a minute."""
+LOOK_S: Final = 0.1
+"""Between two looks at whether the build is still wanted."""
+KEPT: Final = 1 << 16
+"""Bytes of each of a compiler's streams that are kept, however much it writes."""
 TOLD: Final = 300
 """Characters of a compiler's last lines that an error repeats."""
 CURE: Final = "name another compiler in CXX, or leave --compile out"
+
+
+class Stopped(Exception):
+    """Who asked for a build has gone."""
 
 
 def compiler() -> list[str]:
@@ -38,14 +51,15 @@ def compiler() -> list[str]:
     raise UsageError(f"--compile needs a C++ compiler ({wanted}): install g++, name one in CXX, or leave --compile out")
 
 
-def version(command: list[str]) -> str:
-    """What the compiler says of itself. Raises UsageError where it is no program, or does not answer."""
-    return _run([*command, "--version"], VERSION_S)[1]
+def version(command: list[str], stop: Event | None = None) -> str:
+    """What the compiler says of itself. Raises UsageError where it is no program, or does not answer; Stopped."""
+    return _run([*command, "--version"], VERSION_S, stop)[1]
 
 
-def build(command: list[str], made: Path) -> None:
-    """Run the compiler, which is to make this file. Raises UsageError, with its last lines, where it does not."""
-    code, _, told = _run(command, PATIENCE_S)
+def build(command: list[str], made: Path, stop: Event | None = None) -> None:
+    """Run the compiler, which is to make this file. Raises UsageError, with its last lines, where it does not; and
+    Stopped, once the compiler has been killed, when `stop` is set meanwhile."""
+    code, _, told = _run(command, PATIENCE_S, stop)
     if code:
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         raise UsageError(f"--compile: {command[0]} {ended} ({_last(told)}): {CURE}")
@@ -63,19 +77,18 @@ def _last(text: str) -> str:
     return (joined if len(joined) <= TOLD else f"..{joined[2 - TOLD :]}") or "it said nothing"
 
 
-def _run(command: list[str], patience_s: float) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error.
+def _run(command: list[str], patience_s: float, stop: Event | None) -> tuple[int, str, str]:
+    """Exit code, and the ends of standard output and standard error.
 
     It has a session of its own, so that Ctrl-C is this process's to handle: whatever ends the wait kills the compiler
-    and what it started, and goes on as what it is.
+    and what it started, and goes on as what it is. Raises Stopped once `stop` is set, and UsageError.
     """
     try:
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", start_new_session=True,
-        ) as process:  # fmt: skip
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        ) as process:
             try:
-                out, err = process.communicate(timeout=patience_s)
+                out, err = _read(process, time.monotonic() + patience_s, stop)
             except BaseException:
                 if process.returncode is None:
                     with suppress(ProcessLookupError):
@@ -88,4 +101,31 @@ def _run(command: list[str], patience_s: float) -> tuple[int, str, str]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"--compile: {command[0]} cannot be run ({why}): {CURE}") from None
-    return process.returncode, out, err
+    return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+def _read(process: subprocess.Popen[bytes], end: float, stop: Event | None) -> tuple[bytes, bytes]:
+    """The last of what it writes to both pipes, however much that is, when it has ended. Raises TimeoutExpired,
+    Stopped."""
+    out, err = process.stdout, process.stderr
+    assert out is not None
+    assert err is not None
+    kept = {out: b"", err: b""}
+    with selectors.DefaultSelector() as selector:
+        for each in kept:
+            selector.register(each, selectors.EVENT_READ)
+        while selector.get_map() or process.poll() is None:
+            if stop is not None and stop.is_set():
+                raise Stopped
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(process.args, 0)
+            if not selector.get_map():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_S)
+            for key, _ in selector.select(LOOK_S) if selector.get_map() else ():
+                pipe: Any = key.fileobj
+                part = os.read(pipe.fileno(), 1 << 16)
+                kept[pipe] = (kept[pipe] + part)[-KEPT:]
+                if not part:
+                    selector.unregister(pipe)
+    return kept[out], kept[err]

@@ -112,6 +112,12 @@ class Qwen3Moe:
 
     def _take(self, weights: Weights) -> None:
         config = self.config
+        if self._compiled and isinstance(self.source, HostSource):
+            from models.native import Native
+
+            native = Native(config, weights, self.pool, self._q, leader=self._leader, slots=self.slots)
+            self.weights, self.source.native = weights, native
+            return
         self._norms = tuple(
             (self._parts.norm(layer.norm_in), self._parts.norm(layer.norm_post)) for layer in weights.layers
         )
@@ -131,10 +137,6 @@ class Qwen3Moe:
                 experts.append(Fp8Experts(part.up, part.down, part.first, config.experts))
                 weights = quantised(weights, index)
         self.weights, self._experts = weights, tuple(experts)
-        if self._compiled and isinstance(self.source, HostSource):
-            from models.native import Native
-
-            self.source.native = Native(config, weights, self.pool, self._q, leader=self._leader, slots=self.slots)
 
     async def forward(self, step: Step, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         """One forward; see `kernel.ports.Model`. All sites of the program run, also with no rows."""

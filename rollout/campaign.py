@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kernel.errors import HangFound, TurnstileError, UsageError
-from kernel.sched import registry
 from kernel.sched.policy import Limits
 from models.config import read_config
-from rollout import campaign_report, fingerprint, gpus, report_files, resume, trace
+from rollout import campaign_report, fingerprint, gpus, policies, report_files, resume, trace
 from rollout.args import TINY, Options, parse
 from rollout.device import CPU_KV_TOKENS
 from rollout.progress import Progress
@@ -107,7 +106,7 @@ def prepare(options: Options, source: Trace) -> Campaign:
     layers = config.layers if config else TINY_LAYERS
     limits = Limits(options.world.size, options.world.adp, layers, options.prefill_tokens, options.rows)
     for policy in options.policies:
-        registry.create(policy, limits)
+        policies.check(policy, limits)
     _fits(options, config, trajectories)
     if options.device.device == "cuda":
         gpus.check_host(options.world.size)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
-from models import native_build
+from models import native_build, native_compiler
 from models.config import DTYPES
 
 if TYPE_CHECKING:
@@ -125,10 +125,13 @@ class DeviceOptions:
             )
         return replace(self, dtype=dtype, attention=attention)
 
-    def check_installed(self) -> None:
-        """Raise UsageError when something that the options need is not installed. Builds what is to be built."""
-        if self.compiled:
+    def check_installed(self, build: bool = True) -> None:
+        """Raise UsageError when something that the options need is not installed. build: what is to be built, here and
+        now, however long that takes; else only that there is a compiler is seen to."""
+        if self.compiled and build:
             native_build.library()
+        elif self.compiled:
+            native_compiler.compiler()
         if self._flashes and find_spec("flashinfer") is None:
             raise UsageError(
                 f"--attention {self.attention}: flashinfer is not installed: pip install 'turnstile[cuda]', or use"

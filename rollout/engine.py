@@ -26,6 +26,7 @@ from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
+from models import native_build
 from rollout import gpus, host_memory, last_words, memory, stall, wire
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.hosts import HostsLauncher
@@ -114,15 +115,16 @@ class Engine:
         self._limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
         registry.create(self._spec, self._limits)  # a policy that cannot be used is refused before ranks start
         if options.compiled:
-            options.check_installed()
+            options.check_installed(build=False)
         if options.device == "cuda":
             sizes["kv_tokens"] = self._on_gpus(options, kv_tokens, prefill_tokens, block_size)
-        elif kv_tokens is not None:
+        else:
             host_memory.check(
                 self.config,
                 self.world,
                 options.dtype or "float32",
-                kv_tokens=kv_tokens,
+                kv_tokens=sizes["kv_tokens"],
+                default=kv_tokens is None,
                 block_size=block_size,
                 ranks=host_memory.ranks_here(self.world),
                 memory=host_memory.available(),
@@ -168,6 +170,8 @@ class Engine:
     async def __aenter__(self) -> Self:
         if self._launcher is not None:
             raise UsageError("an engine is opened once: make another Engine")
+        if self.options.compiled:
+            await native_build.wanted()  # on a thread: the loop goes on, and Ctrl-C kills the compiler
         here = place()
         self._launcher = (
             Launcher(self.world, self._settings, self._nursery) if here is None else self._across_hosts(here)

@@ -51,17 +51,29 @@ def ranks_here(world: World) -> int:
 
 
 def check(
-    config: DecoderConfig, world: World, dtype: str, *, kv_tokens: int, block_size: int, ranks: int, memory: int | None
+    config: DecoderConfig,
+    world: World,
+    dtype: str,
+    *,
+    kv_tokens: int,
+    block_size: int,
+    ranks: int,
+    memory: int | None,
+    default: bool = False,
 ) -> None:
     """Raise UsageError where the KV pools of this host's `ranks` are larger than `memory` bytes.
 
-    Weights, which ranks may share with the page cache, are not counted: what is refused cannot fit.
+    Weights, which ranks may share with the page cache, are not counted: what is refused cannot fit. default: nobody
+    asked for this size.
     """
     each = kv_bytes_per_token(config, world, dtype) * ranks
     if memory is None or each * kv_tokens <= memory:
         return
     whose = f"{ranks} ranks" if ranks > 1 else "a rank"
+    asked = f"--kv-tokens is {kv_tokens} by default, which takes" if default else f"--kv-tokens {kv_tokens} takes"
+    most = memory // each // block_size * block_size
+    cure = f"at most --kv-tokens {most} fits, less what weights take" if most else "use fewer ranks, or more hosts"
     raise UsageError(
-        f"--kv-tokens {kv_tokens} takes {gib(each * kv_tokens)} of KV pools for {whose} on this host, of which"
-        f" {gib(memory)} can be had: at most {memory // each // block_size * block_size} fit, less what weights take"
+        f"{asked} {gib(each * kv_tokens)} of KV pools for {whose} on this host, of which {gib(memory)} can be had:"
+        f" {cure}"
     )

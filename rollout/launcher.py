@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernel.comm.shared import Arena
-from rollout import wire, words
+from rollout import standing, wire, words
 from rollout.nursery import Child, Nursery
 from rollout.pulse import AWAY_S, Pulse
 from rollout.words import Words
@@ -131,7 +131,11 @@ class Launcher:
 
     def _lost(self, ranks: list[int]) -> None:
         """End what says nothing any more, and tell the others."""
-        why = self.pulse.why(ranks, pids=[self._ranks[rank].process.pid for rank in ranks])
+        pids = [self._ranks[rank].process.pid for rank in ranks]
+        why = self.pulse.why(ranks, pids=pids)
+        # Before they are killed. A stopped one cannot answer, and is known by that.
+        places = [] if "SIGSTOP" in why else standing.ask(pids)
+        why += "".join(f"; rank {rank} stands at {place}" for rank, place in zip(ranks, places, strict=False) if place)
         self._arena.abort(why)
         for rank in ranks:
             self._messages.put(rank, {"lost": why, "ranks": ranks})

@@ -27,7 +27,7 @@ from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
-from rollout import faults, heap, wire, words
+from rollout import faults, heap, standing, wire, words
 from rollout.heart import Heart
 
 if TYPE_CHECKING:
@@ -277,6 +277,7 @@ def run_loop(how: str) -> int:
     import uvloop
 
     heap.keep_pages()
+    standing.offer()
     # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

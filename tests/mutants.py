@@ -32,7 +32,7 @@ POST_D: Final = '        await gate.rendezvous("post-d")'
 RELEASE: Final = "        gate.release(gate.plan.span)"
 LAUNCH: Final = "        gate.launch_decode()"
 REACHED: Final = "        await gate.reached()"
-PLAN: Final = "            plan, memory = self._planned(self.policy.plan(self._views, self._memory))"
+PLAN: Final = "            planned = policy.plan(self._views, self._memory)"
 P_TASK: Final = Change(
     "kernel.rank:Rank.release",
     "        epoch.submit(start, end, self._plan.round)",
@@ -190,14 +190,14 @@ SHARED_PLAN: Final = (
     Mutant(
         "plan from local state", "a rank plans from its own view in place of all", RULE, "shared plan",
         (Change("kernel.rank:Rank._round", PLAN,
-                "plan, memory = self.policy.plan(tuple(replace(self._view(), rank=v.rank) for v in self._views),"
+                "planned = policy.plan(tuple(replace(self._view(), rank=v.rank) for v in self._views),"
                 " self._memory)"),),
         member="idle replicas", spin="plan from local state",
     ),
     Mutant(
         "epoch activated locally", "a rank goes by its own inbox, which is longer than another's", RULE, "shared plan",
         (Change("kernel.rank:Rank._round", PLAN,
-                "plan, memory = self.policy.plan(tuple(replace(v, inbox=self.ports.inbox.length) for v in self._views),"
+                "planned = policy.plan(tuple(replace(v, inbox=self.ports.inbox.length) for v in self._views),"
                 " self._memory)"),),
         member="a rank sees arrivals late", spin="epoch activated locally",
     ),
@@ -210,9 +210,9 @@ SHARED_PLAN: Final = (
     Mutant(
         "completion read again", "a rank looks again, after the permit, whether P is complete", RULE, "shared plan",
         (Change("kernel.rank:Rank._round", PLAN,
-                "plan, memory = self.policy.plan(tuple(replace(v, complete=self._epoch is None or self._epoch.poll())"
+                "planned = policy.plan(tuple(replace(v, complete=self._epoch is None or self._epoch.poll())"
                 " for v in self._views), self._memory)"),),
-        executions=3, spin="completion read again after the permit",
+        executions=5, spin="completion read again after the permit",
     ),
     Mutant(
         "complete once enqueued", "a rank takes it for granted that its device has finished P", INVARIANT, "promotion",

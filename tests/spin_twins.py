@@ -128,7 +128,7 @@ def _plan(views: str) -> Change:
     return Change(
         "kernel.rank:Rank._round",
         PLAN,
-        f"plan, memory = self.policy.plan(tuple({views} for v in self._views), self._memory)",
+        f"planned = self.policy.plan(tuple({views} for v in self._views), self._memory)",
     )
 
 

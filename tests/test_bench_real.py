@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 async def test_decode_without_prefill_is_the_same_under_both_policies() -> None:
-    asked = argparse.Namespace(repeat=2, ranks=2, rows=2, prompt=8, tokens=60, pairs=3, stretch=12)
+    asked = argparse.Namespace(repeat=2, ranks=2, rows=2, prompt=8, tokens=60, pairs=3, stretch=12, changes=3)
     found = await bench_decode.measure(asked)
     pair = found["policies"]
     assert pair["same_tokens"] is True
@@ -29,7 +29,7 @@ async def test_decode_without_prefill_is_the_same_under_both_policies() -> None:
     assert pair["calls_a_round"] == {"fine": 8, "normal": 8}  # a gather and a scatter in each of four layers
     assert pair["bytes_a_round"]["fine"] == pair["bytes_a_round"]["normal"] == 8 * 4 * 256 * 4
     assert pair["exchanges_a_round"] == {"fine": {"end": 1}, "normal": {"end": 1}}
-    assert found["exchange"]["with_over_without"]["pairs"] == 3
+    assert found["exchange"]["with_over_without"]["pairs"] == found["stretches"]["pairs"] == 3
 
 
 async def test_the_probe_finds_every_part_of_a_rank() -> None:
@@ -50,7 +50,7 @@ async def test_the_probe_finds_every_part_of_a_rank() -> None:
         ("rendezvous", ["--repeat", "2", "--count", "5", "--ranks", "2"]),
         ("collectives", ["--repeat", "2", "--calls", "3", "--ranks", "2", "--sizes", "1024", "4194304"]),
         ("memory", ["--ranks", "2", "--layers", "1"]),
-        ("record", ["--repeat", "2", "--requests", "2", "--prompt", "8", "--tokens", "8"]),
+        ("record", ["--repeat", "2", "--requests", "2", "--prompt", "8", "--tokens", "8", "--pairs", "3"]),
         ("scale", ["--repeat", "2", "--scales", "0.02", "--ladder", "2", "--conversations", "2", "4", "--turns", "1"]),
     ],
 )

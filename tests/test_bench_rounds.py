@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench import bench_decode, bench_host, bench_memory, bench_scale, switch_policy
+from bench import bench_decode, bench_host, bench_memory, bench_scale, stretch_policy, stretches, switch_policy
 from bench.rounds import Call, Round, alike, decode_only, rounds, traffic
 from kernel.errors import PolicyError
 from kernel.journal import Journal, groups
@@ -198,3 +198,38 @@ async def test_the_exchange_is_left_out_in_every_other_stretch() -> None:
 async def test_a_rank_that_no_longer_asks_its_ports_is_not_taken_for_one_without_exchanges() -> None:
     with pytest.raises(PolicyError, match="only 0 of 5 exchanges could be left out"):
         await Fakes(asks=False).play(30)
+
+
+class Ledger:
+    """As much of a rank's journal and its gate as the policy of stretches looks at."""
+
+    def __init__(self) -> None:
+        self._recorder, self.now, self.marks = "the record", "the record", list[tuple[str, int]]()
+        self._journal, self._rank, self.p_active, self.plan = self, self, False, Plan(0, decode=(4, 4))
+
+    def _open(self, recorder: object) -> None:
+        self.now = "the record" if recorder == "the record" else "none"
+
+    def mark(self, text: str, number: int) -> None:
+        assert self.now == "the record", "a mark that nobody keeps"
+        self.marks.append((text, number))
+
+    def launch_decode(self) -> None:
+        pass
+
+
+async def test_stretches_take_turns_in_having_what_is_measured() -> None:
+    """Each pair in the other order than the one before, and none of it is left at the end."""
+    config = stretch_policy.StretchConfig(stretch_policy.RECORD, rows=4, settle=3, length=5, pairs=3)
+    policy, ledger, had = stretch_policy.Stretch(Limits(2, 2, 4), config), Ledger(), ""
+    for round_ in range(2, 40):
+        ledger.plan = Plan(round_, decode=(4, 4))
+        await policy.turn(ledger)  # type: ignore[arg-type]
+        had += "w" if ledger.now == "the record" else "-"
+    assert had == "www" + ("wwwww" + "-----") + ("-----" + "wwwww") + ("wwwww" + "-----") + "wwwww"
+    assert [text for text, _ in ledger.marks].count(stretch_policy.WITH) == 3
+    with_, without = stretches.pairs(ledger.marks)
+    assert len(with_) == len(without) == 3
+    assert all(ns > 0 for ns in with_ + without)
+    with pytest.raises(SystemExit, match="1 and 0 stretches"):
+        stretches.pairs([(stretch_policy.WITH, 7)])

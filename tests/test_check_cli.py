@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kernel.errors import UsageError
+from kernel.sched import registry
 from kernel.topology import World
 from rollout import cli
 from verify.check import args
@@ -112,7 +113,7 @@ def test_no_certificate_where_a_schedule_changes_the_order(check: Check) -> None
 
 @pytest.mark.parametrize("name", ["normal", "global_complete", "global_enqueue", "lean", "adaptive"])
 def test_the_shipped_policies_have_one(name: str) -> None:
-    found = certified(parse("check", [name, *SMALL, "--layers", "4"]), checked_policy.create, Guard())
+    found = certified(parse("check", [name, *SMALL, "--layers", "4"]), registry.create, Guard())
     assert found is not None
     assert found.code == 0
 

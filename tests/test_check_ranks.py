@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kernel.errors import TurnstileError, UsageError
+from kernel.sched.registry import create
 from kernel.topology import World
 from verify.blame import Class
 from verify.check import policy as checked_policy
 from verify.check import ranks
 from verify.check.args import parse
-from verify.check.policy import create
 from verify.explore import certify, counterexample, critical, dpor, schedule, shrink
 from verify.explore.certify import SEARCH, Work, judge
 from verify.explore.dpor import explore

@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 WORLD = World(2, 1, 1)
 
 POLICIES = """
+    import asyncio
     import dataclasses
+    import itertools
+    import json
     import os
     import signal
+    import sys
+    import time
 
     from kernel.sched.fine import Fine
     from kernel.sched.policy import ALL
@@ -94,6 +99,89 @@ POLICIES = """
             plan, memory = super().plan(views, memory)
             return dataclasses.replace(plan, span="a"), memory
 
+    class PlanOfRows(Fine):
+        name = "plan_of_rows"
+
+        def plan(self, views, memory):
+            plan, memory = super().plan(views, memory)
+            return dataclasses.replace(plan, decode=5), memory
+
+    class PlanOfBucket(Fine):
+        name = "plan_of_bucket"
+
+        def plan(self, views, memory):
+            plan, memory = super().plan(views, memory)
+            return dataclasses.replace(plan, bucket=10**9), memory
+
+    class PlanOfRound(Fine):
+        name = "plan_of_round"
+
+        def plan(self, views, memory):
+            plan, memory = super().plan(views, memory)
+            return dataclasses.replace(plan, round=plan.round + 7), memory
+
+    class Leaves(Fine):
+        name = "leaves"
+
+        async def turn(self, gate):
+            sys.exit(0)
+
+    class LeavesPlan(Fine):
+        name = "leaves_plan"
+
+        def decode_now(self, now):
+            sys.exit("bye")
+
+    class Cancels(Fine):
+        name = "cancels"
+
+        async def turn(self, gate):
+            raise asyncio.CancelledError
+
+    class Plain(Fine):
+        name = "plain"
+
+        def turn(self, gate):
+            return None
+
+    class Yields(Fine):
+        name = "yields"
+
+        async def turn(self, gate):
+            yield 1
+
+    class Releases(Fine):
+        name = "releases"
+
+        async def turn(self, gate):
+            gate.launch_decode()
+            gate.release("x")
+
+    class Library(Fine):
+        name = "library"
+
+        async def turn(self, gate):
+            json.loads("{")
+
+    class Spins(Fine):
+        name = "spins"
+
+        async def turn(self, gate):
+            while True:
+                pass
+
+    class Sleeps(Fine):
+        name = "sleeps"
+
+        async def turn(self, gate):
+            time.sleep(1000)
+
+    class SpinsInC(Fine):
+        name = "spins_in_c"
+
+        def decode_now(self, now):
+            sum(itertools.repeat(0))
+
     class Dies(Fine):
         name = "dies"
 
@@ -120,23 +208,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("EarlyRelease", OrderViolation, r"rank \d round \d+ field order: D collective AR\[TP\]"),
         ("NoLaunch", ProtocolError, r"without launching the planned D iteration, round \d+ \(rank \d"),
         ("Twice", ProtocolError, r"a second D launch in one round, round \d+ \(rank \d"),
-        ("Broken", PolicyError, r"policy broken failed in turn at \S+policies\.py:\d+: ZeroDivisionError: in my turn"),
-        ("NoSpan", PolicyError, r"policy no_span failed in plan: span\(\) returned None: it must .* \(round \d"),
-        (
-            "SpanZero",
-            PolicyError,
-            r"policy span_zero failed in plan: span\(\) returned 0: it must return a whole number",
-        ),
-        (
-            "NoPlan",
-            PolicyError,
-            r"policy no_plan failed in plan: plan\(\) returned NoneType: it must be \(Plan, Memory",
-        ),
-        (
-            "PlanOfText",
-            PolicyError,
-            r"policy plan_of_text failed in plan: plan\(\) returned a span of 'a': .* \(rank \d",
-        ),
+        ("Broken", PolicyError, r"policy broken failed: Broken\.turn at \S+policies\.py:\d+: ZeroDivisionError: in my"),
+        ("NoSpan", PolicyError, r"failed: NoSpan\.span \(\S+policies\.py:\d+\) returned None: it must .* \(round \d"),
+        ("SpanZero", PolicyError, r"failed: SpanZero\.span \(\S+:\d+\) returned 0: it must return a whole number"),
+        ("NoPlan", PolicyError, r"failed: NoPlan\.plan \(\S+:\d+\) returned NoneType: it must be \(Plan, Memory"),
+        ("PlanOfText", PolicyError, r"PlanOfText\.plan \(\S+:\d+\) returned a span of 'a': .* \(rank \d"),
+        ("PlanOfRows", PolicyError, r"PlanOfRows\.plan \(\S+:\d+\) returned what cannot be carried out: TypeError: "),
+        ("PlanOfBucket", PolicyError, r"PlanOfBucket\.plan \(\S+:\d+\) returned a bucket of 1000000000 rows for \d"),
+        ("PlanOfRound", PolicyError, r"PlanOfRound\.plan \(\S+:\d+\) returned round \d+: it must be the round that"),
+        ("Leaves", PolicyError, r"policy leaves failed: Leaves\.turn at \S+policies\.py:\d+: SystemExit: 0 \(rank \d"),
+        ("LeavesPlan", PolicyError, r"failed: LeavesPlan\.decode_now at \S+:\d+: SystemExit: bye \(rank \d, round \d"),
+        ("Cancels", PolicyError, r"policy cancels failed: Cancels\.turn at \S+:\d+: CancelledError \(rank \d"),
+        ("Plain", PolicyError, r"failed: Plain\.turn \(\S+policies\.py:\d+\): TypeError: .* 'await' expression"),
+        ("Yields", PolicyError, r"failed: Yields\.turn \(\S+policies\.py:\d+\): TypeError: .* 'await' expression"),
+        ("Releases", PolicyError, r"failed: Releases\.turn at \S+policies\.py:\d+: TypeError: '<' not supported"),
+        ("Library", PolicyError, r"failed: Library\.turn at \S+policies\.py:\d+: JSONDecodeError: Expecting prop"),
         ("Dies", RankLost, r"rank \d was killed by signal 9"),
     ],
 )
@@ -156,6 +242,27 @@ async def test_a_policy_that_breaks_the_rules_stops_the_run(
     with pytest.raises(error, match=text) as caught:
         await run()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "line", "hook"),
+    [("Spins", "pass", "turn"), ("Sleeps", "time.sleep", "turn"), ("SpinsInC", "sum(", "decode_now")],
+)
+async def test_a_policy_that_holds_its_rank_s_loop_is_told_with_its_line(
+    policy: str, line: str, hook: str, checkpoint: Path, nursery: Nursery
+) -> None:
+    file = checkpoint / "policies.py"
+    text = file.read_text().splitlines()
+    begins = text.index(f"class {policy}(Fine):")
+    numbers = [at for at, each in enumerate(text, 1) if line in each and begins < at < begins + 8]
+    with pytest.raises(RankLost, match=rf"rank 0 stands at {file}:(\d+) in {hook}") as caught:
+        async with Engine(checkpoint, WORLD, policy=f"{file}:{policy}", nursery=nursery, rank_timeout_s=4.0) as engine:
+            await engine.generate([3, 4, 5], SamplingParams(max_tokens=9, ignore_eos=True))
+    said = str(caught.value)
+    assert "\n" not in said
+    # A loop has two lines.
+    assert int(said.partition(f"{file}:")[2].partition(" ")[0]) in {*numbers, *(number - 1 for number in numbers)}
 
 
 async def test_a_killed_rank_s_record_says_what_it_was_doing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from kernel import files
 from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
-from rollout import faults, host_memory, report_files, resume, trace
+from rollout import cli, faults, host_memory, report_files, resume, trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +46,50 @@ def test_a_policy_that_leaves_or_splits_while_it_is_imported(call: str, tmp_path
     assert err.startswith(f"turnstile: policy file {file}:3: {what}")
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("x = 1\nwhile True:\n    x += 1\n", r"[23]"),
+        ("import threading\nthreading.Event().wait()\n", "2"),
+        ("import itertools\nsum(itertools.repeat(0))\n", "2"),
+        ("from kernel.sched.fine import Fine\n\nclass Mine(Fine):\n    name = 'mine'\n"
+         "    def __init__(self, limits):\n        while True: pass\n", "6"),
+    ],
+    ids=["loops", "waits", "loops in C", "loops when made"],
+)  # fmt: skip
+def test_a_policy_whose_import_does_not_end(
+    text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text(text)
+    monkeypatch.setattr("verify.trial.supervise.SILENCE_S", 0.3)
+    assert cli.main(["rollout", "--policy", f"{file}:Mine", "--out", str(out)]) == 2
+    written, err = capfd.readouterr()
+    assert (written, err.count("\n")) == ("", 1)
+    assert re.search(rf"policy {file}:Mine: \S*/mine\.py:{line} does not return .* \(for 0\.3 s\)", err)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("def __init__(self, limits): raise SystemExit(0)", r"cannot be made, \S+mine\.py:3: SystemExit: 0$"),
+        ("def __init__(self): pass", r"cannot be made, Mine\.__init__ \(\S+mine\.py:3\): TypeError: "),
+        ("name = 7", r"has the name 7: it must be text"),
+        ("guarantees = None", r"has no guarantees: subclass"),
+        ("route = 'zigzag'", r"has the route 'zigzag': choose one of auto, paper"),
+    ],
+)
+def test_a_policy_that_cannot_be_made(body: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "mine.py", tmp_path / "out"
+    file.write_text(f"from kernel.sched.fine import Fine\nclass Mine(Fine):\n    {body}\n")
+    assert cli.main(["rollout", "--policy", f"{file}:Mine", "--out", str(out)]) == 2
+    written, err = capfd.readouterr()
+    assert (written, err.count("\n")) == ("", 1)
+    assert re.search(says, err.strip())
+    assert not out.exists()
 
 
 def test_what_a_policy_takes_from_os_works_once_it_is_imported(tmp_path: Path) -> None:
@@ -211,8 +256,25 @@ def test_what_a_pool_may_have(tmp_path: Path) -> None:
     fits = memory // (2 * kv_bytes_per_token(config, world)) // 16 * 16
     more = {"block_size": 16, "ranks": 2, "memory": memory}
     host_memory.check(config, world, "float32", kv_tokens=fits, **more)
-    with pytest.raises(UsageError, match=rf"for 2 ranks on this host, .*: at most {fits} fit"):
+    with pytest.raises(UsageError, match=rf"for 2 ranks on this host, .*: at most --kv-tokens {fits} fits"):
         host_memory.check(config, world, "float32", kv_tokens=fits + 16, **more)
+    with pytest.raises(UsageError, match=rf"^--kv-tokens is {fits + 16} by default, which takes .*-tokens {fits} fits"):
+        host_memory.check(config, world, "float32", kv_tokens=fits + 16, default=True, **more)
+    none = more | {"memory": 1000}
+    with pytest.raises(UsageError, match="fewer ranks"):
+        host_memory.check(config, world, "float32", kv_tokens=fits, **none)
+
+
+def test_the_default_pool_is_held_against_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.tiny import write_checkpoint
+    from rollout.engine import Engine
+
+    model = write_checkpoint(tmp_path / "model")
+    Engine(model)
+    monkeypatch.setattr(host_memory, "available", lambda: 1_000_000)
+    with pytest.raises(UsageError, match=r"--kv-tokens is 32768 by default, .* at most --kv-tokens \d+ fits"):
+        Engine(model)
+
 
 
 def test_an_allocation_that_fails_is_one_line() -> None:

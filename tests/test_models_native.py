@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -25,6 +26,7 @@ from kernel.topology import World
 from models import native_build, native_compiler
 from models.tiny import write_checkpoint
 from rollout import cli
+from rollout.engine import Engine
 from tests.test_models_qwen3_moe import VARIANTS, WORLDS, check_uneven, prompt, serve
 from tests.tiny import Context, Oracle, Team
 
@@ -173,6 +175,19 @@ def test_sampled_draws_are_those_of_torch(heat: list[float], top_k: int, seed: i
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_are_held_once(tied: bool, tmp_path: Path) -> None:
+    team = Team(write_checkpoint(tmp_path, tied=tied), World(1), compiled=True)
+    model, plain = team.models[0], Team(tmp_path, World(1)).models[0]
+    held = sum(tensor.untyped_storage().nbytes() for tensor in plain.weights.tensors())
+    left = sum(tensor.untyped_storage().nbytes() for tensor in model.weights.tensors())
+    vectors = (tensor for tensor in plain.weights.tensors() if tensor.shape.numel() <= model.config.hidden_size)
+    assert left <= model.weights.embed.nbytes + sum(each.nbytes for each in vectors) + held // 20
+    assert model.weights.embed.untyped_storage().nbytes()
+    packed = sum(tensor.nbytes for tensor in model.source.native._held)  # type: ignore[union-attr]
+    assert packed < 1.5 * held
+
+
 def test_new_weights_decode(path: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path, seed=9)
     team = Team(path, World(1), compiled=True)
@@ -276,10 +291,48 @@ def test_an_interrupt_ends_a_build_and_its_compiler(number: int, path: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_compiler_writes_is_kept_to_its_end_alone() -> None:
+    command = ["sh", "-c", "yes error | head -c 50000000; echo end; echo last >&2; exit 3"]
+    code, out, err = native_compiler._run(command, 60.0, None)
+    assert (code, err) == (3, "last\n")
+    assert len(out) == native_compiler.KEPT
+    assert out.endswith("end\n")
+    # Its pipes may be closed long before it ends.
+    assert native_compiler._run(["sh", "-c", "exec >&- 2>&-; sleep 0.3; exit 5"], 60.0, None) == (5, "", "")
+
+
+async def test_an_engine_builds_beside_a_loop_that_goes_on(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is cancelled meanwhile, as Ctrl-C does to a program's main task, goes on when the compiler is dead."""
+    (tmp_path / "slow").write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        'echo $$ > "$0.pid.part"; mv "$0.pid.part" "$0.pid"\nexec sleep 1000\n'
+    )
+    (tmp_path / "slow").chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "slow"))
+
+    async def use() -> None:
+        async with Engine(path, World(1), compiled=True):
+            raise AssertionError("it was never built")
+
+    using = asyncio.create_task(use())
+    while not (tmp_path / "slow.pid").exists():
+        assert not using.done()
+        await asyncio.sleep(0.02)
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    await asyncio.get_running_loop().shutdown_default_executor()  # as asyncio.run does: waits for the build's thread
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int((tmp_path / "slow.pid").read_text()), 0)
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 def test_a_damaged_library_is_built_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native_compiler, "build", lambda command, made: made.write_bytes(b"\x7fELF library" * 100))
+    monkeypatch.setattr(native_compiler, "build", lambda command, made, stop: made.write_bytes(b"\x7fELF lib" * 100))
     path = native_build.library()
     whole = path.read_bytes()
     data = {"cut": whole[:700], "flipped": whole[:50] + b"?" + whole[51:], "empty": b""}[damage]
@@ -291,7 +344,7 @@ def test_one_builds_and_others_wait_for_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built: list[Path] = []
 
-    def build(command: list[str], made: Path) -> None:
+    def build(command: list[str], made: Path, stop: object) -> None:
         built.append(made)
         time.sleep(0.3)
         made.write_bytes(b"library")
@@ -304,7 +357,7 @@ def test_one_builds_and_others_wait_for_it(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_lock_that_is_held_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native_compiler, "build", lambda command, made: made.write_bytes(b"library"))
+    monkeypatch.setattr(native_compiler, "build", lambda command, made, stop: made.write_bytes(b"library"))
     monkeypatch.setattr(native_compiler, "PATIENCE_S", 0.3)
     (tmp_path / "turnstile").mkdir(mode=0o700)
     with (tmp_path / "turnstile" / native_build.LOCK).open("w") as held:
@@ -317,7 +370,7 @@ def test_a_person_is_told_of_the_build(
     person: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native_compiler, "build", lambda command, made: made.write_bytes(b"library"))
+    monkeypatch.setattr(native_compiler, "build", lambda command, made, stop: made.write_bytes(b"library"))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: person, raising=False)
     for _ in range(2):
         native_build.library()

@@ -95,7 +95,7 @@ async def test_a_launcher_that_was_busy_still_hears_why(checkpoint: Path, nurser
                 await asyncio.sleep(0)
             await asyncio.gather(*turns)
 
-    with pytest.raises(PolicyError, match=r"policy late failed in turn at \S+late\.py:\d+: ZeroDivisionError"):
+    with pytest.raises(PolicyError, match=r"policy late failed: Late\.turn at \S+late\.py:\d+: ZeroDivisionError"):
         await run()
 
 

@@ -60,15 +60,17 @@ class SharedRendezvous:
         aborted or the deadline has passed.
         """
         name = check_sizes(tag, payload)
+        if self.size == 1:
+            self._round = self._arrivals[0] = self._round + 1
+            if self._arena.aborted is not None:
+                self._arena.check(f"rank {self.rank} in exchange {self._round} ({tag})")
+            return [payload]
         if self._waiter is not None:
             raise RuntimeError(f"rank {self.rank} exchanges {tag!r} while {self._doing}: await one exchange at a time")
         arena, number = self._arena, self._round + 1
         self._doing = f"rank {self.rank} in exchange {number} ({tag})"
         arena.check(self._doing)
         self._round = number
-        if self.size == 1:
-            self._arrivals[0] = number
-            return [payload]
         slots = self._slots[number & 1]
         at, memory = slots[self.rank], arena.bytes
         _HEAD.pack_into(arena.memory, at, number, len(payload), len(name))

@@ -9,7 +9,7 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kernel.errors import PolicyError
+from kernel.sched import hooks
 from kernel.sched.policy import ALL, Chunk, Gate, Guarantees, Limits, Memory, Plan, RankView
 
 
@@ -83,43 +83,43 @@ class Planner:
         inbox = min(view.inbox for view in views)
         complete = memory.open and all(view.epoch == memory.epoch and view.complete for view in views)
         still_open = memory.open and not complete
-        paused = any(view.paused for view in views)
-        ready = tuple(view.ready + (view.promotable if complete and not view.paused else 0) for view in leaders)
-        waiting = sum(each.new_tokens for view in leaders for each in view.waiting)
-        now = Situation(ready, still_open, False, waiting, memory)
+        paused, busy, waiting, seen = False, False, 0, inbox == memory.inbox
+        for view in views:
+            paused |= view.paused
+            busy |= view.busy
+            seen &= view.inbox == inbox
+        ready = []
+        for view in leaders:
+            ready.append(view.ready + (view.promotable if complete and not view.paused else 0))
+            for each in view.waiting:
+                waiting += each.new_tokens
+        now = Situation(tuple(ready), still_open, False, waiting, memory)
         chunks: tuple[tuple[Chunk, ...], ...] = ()
         if not still_open and not paused and self.prefill_now(now):
-            chunks = tuple(self._admit(view) for view in leaders)
+            chunks = tuple([self._admit(view) for view in leaders])
         activating = any(chunks)
         if activating:
             now = replace(now, activating=True)
-        decode = ready if any(ready) and self.decode_now(now) else ()
+        rows = max(ready)
+        decode = now.ready if rows and self.decode_now(now) else ()
         epoch = memory.epoch + activating
-        bucket = self.limits.bucket(max(decode, default=0))
-        quiet = not now.p_active and not bucket and not complete and all(view.inbox == memory.inbox for view in views)
+        bucket = self.limits.bucket(rows) if decode else 0
+        open_ = still_open or activating
+        # Without a D iteration P may run to its end, unless rows are only kept back: they go on when it resumes.
+        span = self._checked_span(now) if bucket or paused else ALL
+        # By place, since names take twice as long in every round: the order is that of the fields.
         plan = Plan(
-            round=memory.round,
-            inbox=inbox,
-            decode=decode,
-            bucket=bucket,
-            activate=epoch if activating else -1,
-            prefill=chunks if activating else (),
-            epoch=epoch if now.p_active else -1,
-            # Without a D iteration P may run to its end, unless rows are only kept back: they go on when it resumes.
-            span=self._checked_span(now) if bucket or paused else ALL,
-            promote=memory.epoch if complete else -1,
-            idle=quiet and not any(view.busy for view in views),
-        )
+            memory.round, inbox, decode, bucket, epoch if activating else -1, chunks if activating else (),
+            epoch if open_ else -1, span, memory.epoch if complete else -1,
+            seen and not (open_ or bucket or complete or busy),
+        )  # fmt: skip
         permit = 0 if activating else memory.permit
+        if open_:
+            permit = min(self.limits.boundaries, permit + span)
         return plan, Memory(
-            round=memory.round + 1,
-            inbox=inbox,
-            epoch=epoch,
-            open=now.p_active,
-            chunks=chunks if activating else memory.chunks,
-            permit=min(self.limits.boundaries, permit + plan.span) if now.p_active else permit,
-            extra=self.remember(now, plan),
-        )
+            memory.round + 1, inbox, epoch, open_, chunks if activating else memory.chunks, permit,
+            self.remember(now, plan),
+        )  # fmt: skip
 
     def _checked_span(self, now: Situation) -> int:
         """What `span` grants. Raises PolicyError where that is no number of boundaries."""
@@ -129,10 +129,8 @@ class Planner:
         except TypeError:
             span = 0
         if span < 1:
-            raise PolicyError(
-                f"policy {self.name} failed in plan: span() returned {granted!r:.60}: it must return a whole number of"
-                f" boundaries, at least 1 (round {now.memory.round})"
-            )
+            what = f"returned {granted!r:.60}: it must return a whole number of boundaries, at least 1"
+            raise hooks.wrong(self, "span", what, f"round {now.memory.round}")
         return span
 
     def _admit(self, view: RankView) -> tuple[Chunk, ...]:

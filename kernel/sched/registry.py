@@ -15,14 +15,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel.errors import UsageError
+from kernel.errors import TurnstileError, UsageError
+from kernel.sched import hooks
 from kernel.sched.adaptive import Adaptive
 from kernel.sched.fine import Fine
 from kernel.sched.global_complete import GlobalComplete
 from kernel.sched.global_enqueue import GlobalEnqueue
 from kernel.sched.lean import Lean
 from kernel.sched.normal import Normal
+from kernel.sched.policy import Guarantees
 from kernel.sched.unordered import Unordered
+from kernel.topology import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,21 +62,46 @@ def load(spec: str) -> type[Any]:
 
 
 def create(spec: str, limits: Limits) -> Policy:
-    """A policy object for one rank. Raises UsageError as `load`, and for a config that does not fit."""
+    """A policy object for one rank. Raises UsageError as `load`, for a config that does not fit, and for a policy that
+    fails while it is made, with its line."""
     cls = load(spec)
     name, options = split(spec)
-    config_type = getattr(cls, "Config", None)
+    config_type: Any = getattr(cls, "Config", None)
     if options and config_type is None:
         raise UsageError(f"policy {name} takes no options, but got {', '.join(options)}")
-    if config_type is None or not options:
-        policy: Policy = cls(limits)
-        return policy
-    fields = [field.name for field in dataclasses.fields(config_type)]
-    for key in options:
-        if key not in fields:
-            raise UsageError(f"policy {name} has no option {key!r}: it has {', '.join(fields)}")
-    policy = cls(limits, config_type(**options))
+    if options:
+        fields = [field.name for field in dataclasses.fields(config_type)]
+        for key in options:
+            if key not in fields:
+                raise UsageError(f"policy {name} has no option {key!r}: it has {', '.join(fields)}")
+    try:
+        policy: Policy = cls(limits, config_type(**options)) if options else cls(limits)
+    except TurnstileError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = hooks.line_in(error, cls) or hooks.defined(cls, "__init__")
+        raise UsageError(f"policy {spec} cannot be made, {where}: {hooks.told(error)}") from error
+    _fits(policy, spec)
     return policy
+
+
+def _fits(policy: Any, spec: str) -> None:
+    """Raise UsageError unless a policy has what every policy has."""
+    for attribute in ("name", "limits"):
+        if not hasattr(policy, attribute):
+            raise UsageError(f"policy {spec} has no {attribute!r}: subclass kernel.sched.planner.Planner")
+    if not isinstance(policy.name, str):
+        raise UsageError(f"policy {spec} has the name {policy.name!r:.60}: it must be text")
+    if not isinstance(getattr(policy, "guarantees", None), Guarantees):
+        raise UsageError(f"policy {spec} has no guarantees: subclass kernel.sched.planner.Planner")
+    route = getattr(policy, "route", None)
+    if route is not None and route not in ROUTES:
+        raise UsageError(f"policy {spec} has the route {route!r:.60}: choose one of {', '.join(ROUTES)}, or None")
+
+
+def shipped(spec: str) -> bool:
+    """Whether `spec` names a policy of this package, whose code needs no watching."""
+    return split(spec)[0] in {cls.name for cls in BUILTIN}
 
 
 def split(spec: str) -> tuple[str, dict[str, Any]]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from kernel.errors import TurnstileError, UsageError
 from kernel.sched import registry
-from kernel.sched.policy import Guarantees
 from verify.blame import Certainty
 from verify.check.answer import Answer, worst, wrapped
 from verify.check.order import certified
@@ -22,20 +20,16 @@ from verify.explore.policy import Report, Scope, check, is_foreign, scenarios_of
 from verify.explore.result import Conclusion
 from verify.sim.world import WIDE
 from verify.trial.family import TELLING
-from verify.trial.findings import GUARANTEES, Finding, one_line
-from verify.trial.guard import Guard, raised_at
-from verify.trial.supervise import Beat, supervised
+from verify.trial.findings import GUARANTEES, Finding
+from verify.trial.guard import Guard
+from verify.trial.supervise import SILENCE_S, Beat, supervised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernel.sched.policy import Limits, Policy
     from verify.check.args import Options
     from verify.explore.result import Result
     from verify.trial.scenario import Scenario
-
-SILENCE_S: Final = 10.0
-"""Seconds without a callback after which a policy's code that is running counts as stuck; imports must be faster."""
 
 
 def check_policy(options: Options) -> Answer:
@@ -49,23 +43,6 @@ def check_policy(options: Options) -> Answer:
         Conclusion.REFUTED, answer.cls, Certainty.CERTAIN, _scope(options), counterexample=plain,
         body=(*wrapped(f"failed    {answer}", 10), ""),
     )  # fmt: skip
-
-
-def create(spec: str, limits: Limits) -> Policy:
-    """`kernel.sched.registry.create`, where whatever goes wrong is a UsageError of one line with the policy's line."""
-    try:
-        policy = registry.create(spec, limits)
-    except (TurnstileError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        where, say = raised_at(error), one_line(str(error))
-        raise UsageError(f"policy {spec} cannot be made, {where}: {type(error).__name__}: {say}") from error
-    for attribute in ("name", "limits"):
-        if not hasattr(policy, attribute):
-            raise UsageError(f"policy {spec} has no {attribute!r}: subclass kernel.sched.planner.Planner")
-    if not isinstance(getattr(policy, "guarantees", None), Guarantees):
-        raise UsageError(f"policy {spec} has no guarantees: subclass kernel.sched.planner.Planner")
-    return policy
 
 
 def _judged(options: Options, beat: Beat) -> Answer | Finding:
@@ -92,7 +69,7 @@ def _judged(options: Options, beat: Beat) -> Answer | Finding:
         _refine(options, reports, progress, guard)
     progress.clear()
     proved = all(report.proved for report in reports)
-    certificate = certified(options, create, Guard(beat=beat)) if options.layers and proved else None
+    certificate = certified(options, registry.create, Guard(beat=beat)) if options.layers and proved else None
     return _answer(options, reports, certificate)
 
 
@@ -100,7 +77,7 @@ def _once(scopes: Sequence[Scope], progress: Progress, guard: Guard) -> list[Rep
     """The reports on scopes by one execution of each scenario, up to the first that is refuted."""
     reports: list[Report] = []
     for scope in scopes:
-        reports.append(check(replace(scope, budget=1), create, progress=progress.of(scope), guard=guard))
+        reports.append(check(replace(scope, budget=1), registry.create, progress=progress.of(scope), guard=guard))
         if _refuted(reports):
             break
     return reports
@@ -110,8 +87,8 @@ def _elsewhere(scopes: Sequence[Scope], progress: Progress, processes: int) -> F
     """What a policy from outside decides differently in the processes of other ranks."""
     most, least = scopes[-1], scopes[0].world
     chosen = [scope for scope in scopes if scope.world == least or scope.segments == most.segments]
-    scenarios = [each for scope in chosen for each in scenarios_of(scope, create) if each.name in TELLING]
-    policy = create(scopes[0].policy, scenarios[0].limits)
+    scenarios = [each for scope in chosen for each in scenarios_of(scope, registry.create) if each.name in TELLING]
+    policy = registry.create(scopes[0].policy, scenarios[0].limits)
     if not is_foreign(policy):
         return None
     progress.say(f"{scopes[0].policy}: the same in every process?")
@@ -127,7 +104,7 @@ def _refine(options: Options, reports: list[Report], progress: Progress, guard: 
         if not report.open:
             continue
         scope = replace(report.scope, budget=budget)
-        again = check(scope, create, report.open, progress=progress.of(scope), work=work, guard=guard)
+        again = check(scope, registry.create, report.open, progress=progress.of(scope), work=work, guard=guard)
         reports[place] = replace(
             again, scenarios=report.scenarios, executions=report.executions + again.executions,
             steps=report.steps + again.steps,

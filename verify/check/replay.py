@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernel.errors import UsageError
+from kernel.sched import registry
 from verify.blame import Certainty, Class
 from verify.check.answer import Answer, wrapped
-from verify.check.policy import SILENCE_S, create
 from verify.explore.counterexample import Effort, explain
 from verify.explore.result import Conclusion
 from verify.explore.smaller import case_of_token
 from verify.explore.token import Token, rerun
 from verify.trial.findings import Finding
 from verify.trial.guard import Guard
-from verify.trial.supervise import Beat, supervised
+from verify.trial.supervise import SILENCE_S, Beat, supervised
 
 if TYPE_CHECKING:
     from verify.check.args import Options
@@ -30,7 +30,7 @@ AS_IT_IS = Effort(scenario=0, scenarios=0, decisions=0)
 def check_replay(options: Options) -> Answer:
     """The answer about a token. Raises UsageError for a damaged one, and for a policy that cannot be loaded."""
     token = Token.parse(options.replay)
-    case = case_of_token(token, create)
+    case = case_of_token(token, registry.create)
     _there(case.scenario.policy)
     ends = f"policy {case.scenario.policy} ends its process while it is imported or made"
     answer = supervised(lambda beat: _again(options, token, beat), SILENCE_S, ends)
@@ -54,8 +54,8 @@ def _there(spec: str) -> None:
 
 def _again(options: Options, token: Token, beat: Beat) -> Answer:
     """In the child."""
-    case = case_of_token(token, create)
-    create(case.scenario.policy, case.scenario.limits)
+    case = case_of_token(token, registry.create)
+    registry.create(case.scenario.policy, case.scenario.limits)
     guarded = case.program
 
     def program(scenario: Any) -> Any:

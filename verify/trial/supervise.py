@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, Final, NoReturn, TypeVar
 
 from kernel.errors import TurnstileError, UsageError
 from verify.blame import Class
@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 Beat = Callable[[], None]
 """Shows that things go on; costs under a microsecond. `verify.trial.guard` calls one at each callback of a policy."""
+
+SILENCE_S: Final = 10.0
+"""Seconds without a callback after which a policy's code that is running counts as stuck; imports must be faster."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 
