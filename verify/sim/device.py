@@ -22,7 +22,7 @@ from verify.sim.waits import Wait
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernel.ports import Layout
+    from kernel.ports import ExpertExchange, Layout
     from kernel.program import Call
     from kernel.topology import Role
     from verify.sim.scheduler import Scheduler
@@ -179,6 +179,7 @@ class SimDevice:
         self.launches, self.graphs = launches, graphs
         self._graph: Launch | None = None
         self.layout: Layout = SimLayout()
+        self.expert_exchange: ExpertExchange | None = None
         self._communicators = communicators
         self._weights = dict(zip((Phase.D, Phase.P), weights, strict=True))
         chip.width, chip.least = sum(weights), min(weights)
