@@ -108,10 +108,13 @@ class NormalExchange(Protocol):
         experts: [n, k] int64, global. Raises DispatchPending, BufferRetired, RowLimit.
         """
 
-    def permit(self, pending: Pending) -> None:
-        """The turnstile lets P pass the boundary behind this notification; `kernel.step` calls it there."""
+    def permit(self, pending: Any) -> None:
+        """The turnstile lets P pass the boundary behind this notification; `kernel.step` calls it there.
 
-    def submit(self, pending: Pending, rows: Tensor, weights: Tensor) -> Received:
+        pending: what `notify` returned.
+        """
+
+    def submit(self, pending: Any, rows: Tensor, weights: Tensor) -> Received:
         """Move the data: rows [n, hidden], weights [n, k]. Raises NotNotified, NotPermitted, BufferRetired."""
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
