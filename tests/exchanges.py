@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ class Substrate:
         return Shape(self.ranks, self.experts, self.hidden, self.topk, 64, 16, kind.itemsize)
 
 
+GPU = {"experts": 8, "hidden": 2048, "dtype": "bfloat16", "tolerance": 4e-2, "device": "cuda"}
+GPU_SUBSTRATES = (Substrate("deepep", 2, graphs=True, **GPU),)  # type: ignore[arg-type]
 SUBSTRATES = (
     Substrate("local", 1),
     Substrate("shm", 2),
@@ -79,6 +82,13 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
                 where = dist.FileStore(store, me.world.size)
                 dist.init_process_group("gloo", store=where, rank=me.rank, world_size=me.world.size)
             made = pair.over(substrate.shape, kind, GlooWire(Phase.P), GlooWire(Phase.D))
+        case "deepep":
+            from kernel.comm import deep_ep
+
+            torch.cuda.set_device(me.rank)
+            me.keep["streams"] = {phase: torch.cuda.Stream(me.rank) for phase in Phase}
+            where = dist.FileStore(store, me.world.size)
+            made = deep_ep.build(substrate.shape, where, me.rank, me.rank)
         case _:
             raise ValueError(substrate.name)
     me.keep["exchange"], me.keep["substrate"] = made, substrate
@@ -158,6 +168,12 @@ def verdict(me: Me, case: Case, result: torch.Tensor) -> str:
     return "" if wrong <= substrate.tolerance else f"rank {me.rank} {case}: off by {wrong:.2g}"
 
 
+def stream_of(me: Me, phase: Phase) -> Any:
+    """What makes the phase's stream current, on a GPU."""
+    streams = me.keep.get("streams")
+    return nullcontext() if streams is None else torch.cuda.stream(streams[phase])
+
+
 def on_device(me: Me, case: Case) -> list[torch.Tensor]:
     substrate: Substrate = me.keep["substrate"]
     return [each.to(substrate.device) for each in drawn(case, substrate, me.rank)]
@@ -167,15 +183,17 @@ async def prefill(me: Me, case: Case, *, exact: bool = True) -> str:
     """One operation of P; "" or what was wrong."""
     exchange: ExpertExchange = me.keep["exchange"]
     substrate: Substrate = me.keep["substrate"]
-    rows, experts, weights = on_device(me, case)
     normal = exchange.normal
-    pending = normal.notify(case.place, experts)
+    with stream_of(me, Phase.P):
+        rows, experts, weights = on_device(me, case)
+        pending = normal.notify(case.place, experts)
     await pending.event.wait()
     normal.permit(pending)
-    received = normal.submit(pending, rows, weights)
-    if exact and (told := _inexact(me, case, received)):
-        return told
-    return verdict(me, case, normal.combine(case.place, computed(received, substrate.shape, me.rank)))
+    with stream_of(me, Phase.P):
+        received = normal.submit(pending, rows, weights)
+        if exact and (told := _inexact(me, case, received)):
+            return told
+        return verdict(me, case, normal.combine(case.place, computed(received, substrate.shape, me.rank)))
 
 
 def _inexact(me: Me, case: Case, received: Received) -> str:
@@ -198,8 +216,9 @@ def decode(me: Me, case: Case) -> str:
     exchange: ExpertExchange = me.keep["exchange"]
     substrate: Substrate = me.keep["substrate"]
     low = exchange.low_latency
-    received = low.dispatch(case.place, *on_device(me, case))
-    return verdict(me, case, low.combine(case.place, computed(received, substrate.shape, me.rank)))
+    with stream_of(me, Phase.D):
+        received = low.dispatch(case.place, *on_device(me, case))
+        return verdict(me, case, low.combine(case.place, computed(received, substrate.shape, me.rank)))
 
 
 async def both(me: Me, prefills: Sequence[Case], decodes: Sequence[Case]) -> str:
@@ -208,6 +227,8 @@ async def both(me: Me, prefills: Sequence[Case], decodes: Sequence[Case]) -> str
 
     def decoding() -> None:
         try:
+            if me.keep["substrate"].device == "cuda":
+                torch.cuda.set_device(me.rank)
             found.extend(decode(me, case) for case in decodes)
         except BaseException as error:
             found.append(f"rank {me.rank} D: {error!r}")

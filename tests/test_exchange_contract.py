@@ -5,6 +5,7 @@ GPU substrates join by an entry of `tests.exchanges.SUBSTRATES` with `pytest.mar
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,10 +14,24 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+import torch
+
 from kernel.errors import Divergence, RankLost
 from kernel.exchange.states import Place
 from kernel.topology import World
-from tests.exchanges import SKEWS, SUBSTRATES, Case, Substrate, both, build, decode, on_device, prefill, raised
+from tests.exchanges import (
+    GPU_SUBSTRATES,
+    SKEWS,
+    SUBSTRATES,
+    Case,
+    Substrate,
+    both,
+    build,
+    decode,
+    on_device,
+    prefill,
+    raised,
+)
 from tests.ranks import Me, Ranks
 
 if TYPE_CHECKING:
@@ -25,7 +40,16 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-@pytest.fixture(scope="module", params=SUBSTRATES, ids=str)
+needs_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or find_spec("deep_ep_cpp") is None, reason="needs two GPUs and deep_ep"
+)
+PARAMS = [
+    *SUBSTRATES,
+    *(pytest.param(each, marks=[pytest.mark.gpu, needs_gpus]) for each in GPU_SUBSTRATES),
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS, ids=str)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     substrate: Substrate = request.param
     world = World(substrate.ranks, substrate.ranks, substrate.ranks)

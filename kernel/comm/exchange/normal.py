@@ -55,10 +55,10 @@ class NormalOverWire:
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
-        self._matrix = _value(pending.event)
+        self._matrix = arrived(pending.event)
         packed = self._packing.pack(rows, pending.experts, weights).index_select(0, pending.sources)
-        arrived = self._wire.move(packed, self._matrix, f"dispatch of {pending.place}")
-        return at_home(*self._packing.unpack(arrived), self._shape, self._wire.rank)
+        came = self._wire.move(packed, self._matrix, f"dispatch of {pending.place}")
+        return at_home(*self._packing.unpack(came), self._shape, self._wire.rank)
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
         """See the port."""
@@ -90,7 +90,7 @@ def returned(wire: Wire, results: Tensor, matrix: Matrix, label: str) -> Tensor:
     return back.view(results.dtype).view(-1, hidden)
 
 
-def _value(event: Any) -> Any:
+def arrived(event: Any) -> Any:
     """What a completion that is done holds."""
     coroutine = event.wait()
     try:
