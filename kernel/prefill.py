@@ -7,8 +7,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kernel.program import Op
-
 if TYPE_CHECKING:
     from kernel.driver import Driver
     from kernel.phase import PhaseState
@@ -20,9 +18,9 @@ Spawn = Callable[[Coroutine[Any, Any, Any], str], "asyncio.Task[Any]"]
 class Epoch:
     """The rows of one replica in one epoch, and the segments submitted so far.
 
-    number: the epoch. sizes: rows of each replica. published: called when P's host enqueue stands at a boundary. late:
-    its boundaries are published when its device work gets there. ended_in: the round in which its last segment was
-    submitted, -1 before. settled: all of it is known to have finished on this rank's device.
+    number: the epoch. sizes: rows of each replica. published: called when P's host enqueue stands at a boundary.
+    ended_in: the round in which its last segment was submitted, -1 before. settled: all of it is known to have finished
+    on this rank's device.
     """
 
     def __init__(
@@ -42,37 +40,43 @@ class Epoch:
         self._ended = False
         self.ended_in = -1
         self.settled = False
-        # A boundary that depends on data (expert counts) is published when the data are there, not at submission.
-        self.late = any(call.op is Op.NOTIFY for call in state.program.calls)
 
     def submit(self, start: int, end: int, round_: int) -> None:
         """Enqueue segment [start, end) in `round_`; its routed collectives take their places in D's FIFO now."""
         label = f"P e{self.number} [{start},{end})"
         state = self._state
+        # A boundary that depends on data (expert counts) is published when the data are there, not at submission.
+        late = state.program.counts(start, end)
         if state.route is not None:
             state.route.reserve(state.program.segment(start, end).shared)
         event = state.stream.submit(partial(self._driver.advance, end), label)
         self._events.append(event)
         if end >= state.program.boundaries:
             self._ended, self.ended_in = True, round_
-        self._tasks.append(self._spawn(self._finish(event, end, label), label))
-        if not self.late:
+        self._tasks.append(self._spawn(self._finish(event, end, label, late), label))
+        if not late:
             self._published(end)
 
-    async def _finish(self, event: Any, end: int, label: str) -> None:
-        await event.wait()
-        while self._driver.waiting is not None:
-            value = await self._driver.waiting.wait()
-            event = self._state.stream.submit(partial(self._driver.resume, value, end), label)
-            self._events.append(event)
+    async def _finish(self, event: Any, end: int, label: str, late: bool) -> None:
+        driver, stream = self._driver, self._state.stream
+        if self._state.deferred:  # only then is it known where the forward stands
             await event.wait()
-        if self.late:
+        while driver.waiting is not None:
+            value = await driver.waiting.wait()
+            event = stream.submit(partial(driver.resume, value, end), label)
+            self._events.append(event)
+            if self._state.deferred:
+                await event.wait()
+        if late and driver.stands(end):
             self._published(end)
+        await event.wait()
 
     def close(self) -> None:
-        """Abandon the forward, if no segment is running it any more."""
+        """Abandon the forward, if no segment is running it any more, and with it what it has notified peers of."""
         if all(task.done() for task in self._tasks):
             self._driver.close()
+            if self._state.normal is not None:
+                self._state.normal.abandon(f"epoch {self.number} was given up")
 
     def poll(self) -> bool:
         """Whether all of it has finished on this rank's device, asked of the device: an answer that depends on time."""

@@ -214,7 +214,9 @@ class Rank:
     def _activate(self, plan: Plan) -> None:
         rows = self._replica.begin(plan.prefill[self._replica.index], plan.round)
         sizes = tuple(sum(chunk.tokens for chunk in chunks) for chunks in plan.prefill)
-        step = self._step(self._p, sizes, sum(row.fed for row in rows))
+        if self._p.normal is not None:
+            self._p.normal.quiesce()  # the plan found every rank's last epoch complete: nothing of P is in flight
+        step = self._step(self._p, sizes, sum(row.fed for row in rows), plan.activate)
         driver: Driver[Sequence[Sampled | None]] = Driver(
             self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.P)
         )
@@ -225,15 +227,29 @@ class Rank:
         if not rows:
             self._journal.no_work(Phase.P, f"P e{number}")
 
-    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int) -> Step:
+    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int, number: int) -> Step:
         journal, phase, size = self._journal, state.phase, sum(sizes)
 
         def watch(call: Call, finished: bool) -> None:
             journal.collective(phase, call, size, finished)
 
-        seen = watch if self.ports.device.deferred else None
+        def splits(call: Call, rows: Sequence[int]) -> None:
+            journal.splits(phase, call, rows)
+
+        deferred = self.ports.device.deferred
         return Step(
-            state.program, self.rank, sizes, live, state.collectives, self.ports.device.layout, state.route, seen
+            state.program,
+            self.rank,
+            sizes,
+            live,
+            state.collectives,
+            self.ports.device.layout,
+            state.route,
+            watch if deferred else None,
+            normal=state.normal,
+            low_latency=state.low_latency,
+            number=number,
+            splits=splits if deferred else None,
         )
 
     # -- what a gate may do -------------------------------------------------------------------------------------
@@ -269,7 +285,7 @@ class Rank:
         plan, rows = self._plan, [row for _, row in self._rows]
         sizes = (plan.bucket,) * self.world.adp
         label = f"D {plan.round}"
-        step = self._step(self._d, sizes, len(rows))
+        step = self._step(self._d, sizes, len(rows), plan.round)
         driver: Driver[Sequence[Sampled | None]] = Driver(
             self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.D)
         )

@@ -12,8 +12,9 @@ torch's grouped product of other types reads the group ends back and waits for t
 
 from __future__ import annotations
 
+from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,9 @@ class Mixture(Protocol):
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
+
+    def received(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+        """The same for rows that an exchange brought; local: [n, k], experts of this rank, -1 for none."""
 
 
 def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -101,7 +105,25 @@ class Order:
         return found.sum(1)
 
 
-class Experts:
+class Local:
+    """The part of a `Mixture` that takes rows from an exchange, over its `__call__`."""
+
+    _first: int
+    _total: int
+    _bounds: Tensor
+
+    def received(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+        """See `Mixture`. As if there were one expert more, which nobody has, for -1."""
+        if x.shape[0] == 0:
+            return torch.zeros_like(x)
+        experts = self._bounds.shape[0]
+        these: Any = copy(self)  # the same weights under other numbers
+        these._first, these._total = 0, experts + 1
+        out: Tensor = these(x, weights, local.masked_fill(local < 0, experts))
+        return out
+
+
+class Experts(Local):
     """The local experts first .. first+E-1 out of `total`.
 
     up: [E, 2I, hidden], gate rows then up rows of each. down: [E, I, hidden], down_proj transposed.

@@ -49,7 +49,8 @@ class Situation:
     """What is known before anything is built.
 
     device: `cpu` or `cuda`. hosts: of the world. packages: importable modules among those of `NEEDS`. experts: of the
-    model, 0 where it has none. broken: substrates that a check of their own has refused, with its words.
+    model, 0 where it has none. dense: it has layers without experts. broken: substrates that a check of their own has
+    refused, with its words.
     """
 
     world: World
@@ -57,6 +58,7 @@ class Situation:
     hosts: int = 1
     packages: frozenset[str] = frozenset({"torch"})
     experts: int = 0
+    dense: bool = False
     broken: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -100,6 +102,8 @@ def world_refuses(now: Situation) -> str | None:
     world = now.world
     if now.experts < 2:
         return "the model has no routed experts: leave it at none"
+    if now.dense:
+        return "the model has layers without experts, whose columns all ranks share: leave it at none"
     if world.ep != world.size:
         return f"experts must be spread over all ranks: choose --ep {world.size}, not {world.ep}, or --exchange none"
     if world.adp == 1 and world.size > 1:

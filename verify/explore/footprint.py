@@ -42,7 +42,7 @@ def touched(task: asyncio.Task[Any], rank: int) -> Things:
         return ()
     frame = getattr(coro, "cr_frame", None)
     if code is Epoch._finish.__code__:
-        return () if frame is None or not frame.f_locals["self"].late else everything(rank)
+        return () if frame is None or not frame.f_locals["late"] else everything(rank)
     phases = gate_calls(code) if code is not None else None
     if phases is None or frame is None or not all(_harmless(value) for value in frame.f_locals.values()):
         return everything(rank)
