@@ -51,7 +51,8 @@ def load(
 
     Only this rank's slices are read. blocks, block_size: KV pool, in blocks and in tokens a block. slots: rows of the
     replica's slot table. dtype: `float32` or `bfloat16` (or the torch.dtype). device: `cpu` or, as torch names it, a
-    CUDA device. attention: `reference` (torch alone) or `flashinfer` (CUDA, bfloat16). weights: `checkpoint`, or
+    CUDA device. attention: `reference` (torch alone) or `flashinfer` (CUDA, bfloat16; `flashinfer-fa2`:
+    without its kernels for sm_90 alone). weights: `checkpoint`, or
     `dummy`, made on the device from config.json alone. quantization: None, or `fp8` for the weights of experts.
     compiled: decode by kernels that this host's C++ compiler builds, on `cpu` alone.
     Raises UsageError on an unsupported family, bad config fields, tensors that do not fit (each listed), a world that
@@ -61,7 +62,7 @@ def load(
         if value < 1:
             raise UsageError(f"{name}={value}: at least 1 is needed")
     for name, choice, choices in (
-        ("attention", attention, ("reference", "flashinfer")),
+        ("attention", attention, ("reference", "flashinfer", "flashinfer-fa2")),
         ("weights", weights, ("checkpoint", "dummy")),
         ("quantization", quantization, (None, "fp8")),
     ):

@@ -5,6 +5,9 @@ and the phases' kernels overlap. `plan` schedules on the host and copies the sch
 takes turns with the phase's staging ring, so that no plan overwrites one that is still to be copied. All index arrays
 are given as pinned CPU tensors: from device tensors `plan` would copy them back and wait.
 
+On sm_90 a prefill that fills the device takes FlashInfer's FA3 kernels (warp-specialised, persistent); a
+smaller one keeps FA2, which packs a KV head's queries into one tile and splits long contexts over idle SMs.
+
 FlashInfer is imported when the first attention is built; its kernels are compiled at their first plan (once a machine,
 tens of seconds). Read against flashinfer 0.6.13, whose decode planning without copies (`fast_decode_plan`) and whose
 workspace attributes are used.
@@ -34,6 +37,9 @@ _INTS: Final = 8 << 20
 _MARGIN: Final = 16 << 20
 _PREFILL_TILE: Final = 128
 _DECODE_TILE: Final = 16
+_FA3_TILE: Final = 128
+_FA3_WORK: Final = 8 * 4
+"""Bytes of schedule for one query tile of one head."""
 
 
 def check_shape(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,6 +69,21 @@ def library() -> Any:
 def processors(device: torch.device) -> int:
     """SMs of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def hopper(device: torch.device) -> bool:
+    """Whether the device runs FA3 kernels."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def fills(tokens: int, rows: int, heads: int, processors: int) -> bool:
+    """Whether FA3 pays for `tokens` fed by `rows` rows: a tile of its queries (one head each) for every SM, half full.
+
+    False too where its schedule could outgrow the workspace.
+    """
+    if tokens * heads < processors * _FA3_TILE or 2 * tokens < _FA3_TILE * rows:
+        return False
+    return heads * (tokens // _FA3_TILE + rows) * _FA3_WORK < _INTS // 2
 
 
 def spread(rows: Sequence[Row], size: int) -> dict[str, list[int]]:
@@ -99,9 +120,11 @@ def workspace_bytes(heads: int, kv_heads: int, head_dim: int, rows: int, process
 
 
 class FlashAttention:
-    """FlashInfer over one pool. heads: this rank's query heads. turns: buffers of the staging rings."""
+    """FlashInfer over one pool. heads: this rank's query heads. turns: buffers of the staging rings. fa3: False keeps
+    large prefills on FA2 too.
+    """
 
-    def __init__(self, pool: KVPool, heads: int, device: torch.device, turns: int = 3) -> None:
+    def __init__(self, pool: KVPool, heads: int, device: torch.device, turns: int = 3, fa3: bool = True) -> None:
         check_shape(pool.head_dim, pool.storage.dtype, device)
         self._library = library()
         self._pool, self._heads, self._device, self._turns = pool, heads, device, turns
@@ -110,6 +133,7 @@ class FlashAttention:
         self._spaces = {phase: torch.zeros(size, dtype=torch.uint8, device=device) for phase in Phase}
         self._pinned = {phase: self._buffers() for phase in Phase}
         self._eager = {phase: self._wrapper(phase) for phase in Phase}
+        self._large = self._wrapper(Phase.P, "fa3") if fa3 and hopper(device) else None
         self._schedule = torch.empty(_INTS, dtype=torch.uint8, device=device)
 
     def reserve(self, rows: int) -> None:
@@ -125,9 +149,11 @@ class FlashAttention:
         for name, values in spread(rows, self._pool.block_size).items():
             parcel.put(name, values, np.int32)
 
-    def plan(self, phase: Phase, parcel: Parcel, rows: int, longest: int) -> Paged:
-        """Plan an eager forward of `rows` rows, the longest feeding `longest` tokens. After `stage`."""
+    def plan(self, phase: Phase, parcel: Parcel, fed: Sequence[int]) -> Paged:
+        """Plan an eager forward of rows that feed so many tokens each. After `stage`."""
         pool, wrapper = self._pool, self._eager[phase]
+        if phase is Phase.P and self._large and fills(sum(fed), len(fed), self._heads, self._processors):
+            wrapper = self._large
         wrapper._pin_memory_int_workspace_buffer = self._pinned[phase][parcel.index]
         wrapper.plan(
             parcel.host("qo"),
@@ -143,7 +169,7 @@ class FlashAttention:
             kv_data_type=pool.storage.dtype,
             non_blocking=True,
             seq_lens=parcel.host("lens"),
-            max_token_per_sequence=longest,
+            max_token_per_sequence=max(fed),
         )
         return Paged(wrapper, pool)
 
@@ -163,9 +189,9 @@ class FlashAttention:
         wrapper._int_workspace_buffer = self._schedule
         return DecodePlan(wrapper, self._pool, self._heads, self._pinned[Phase.D], self._library)
 
-    def _wrapper(self, phase: Phase) -> Any:
-        # FA2 for prefill too: decode with tensor cores is the same module, compiled once.
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._spaces[phase], "HND", backend="fa2")
+    def _wrapper(self, phase: Phase, backend: str = "fa2") -> Any:
+        # By FA2 decode with tensor cores is the same module as prefill, compiled once.
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._spaces[phase], "HND", backend=backend)
 
     def _buffers(self) -> list[Tensor]:
         pin = self._device.type == "cuda"

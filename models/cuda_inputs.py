@@ -85,7 +85,7 @@ class DeviceInputs:
             self.positions = self._tensors["positions"].view(-1, 1, 1)
             self.cells = pool.cells(self._tensors["places"])
             if n:
-                self._paged = flash.plan(phase, parcel, len(rows), max(fed))
+                self._paged = flash.plan(phase, parcel, fed)
         parcel.close()
 
     def ids(self) -> Tensor:

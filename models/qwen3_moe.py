@@ -61,7 +61,7 @@ class Qwen3Moe:
         staged: bool | None = None,
         compiled: bool = False,
     ) -> None:
-        """attention: `reference` or `flashinfer`. quantization: `fp8` expert weights, or None.
+        """attention: `reference`, `flashinfer` or `flashinfer-fa2`. quantization: `fp8` expert weights, or None.
 
         compiled: layers by `models.native` (a CPU only). staged: inputs and results travel as on a device; None: where
         there is one.
@@ -78,10 +78,10 @@ class Qwen3Moe:
         self.pool = KVPool(config.layers, blocks + on_device, self._k, block_size, config.head_dim, dtype, self._device)
         self.slots = torch.zeros(slots + on_device, dtype=torch.int64, device=device)
         flash = None
-        if attention == "flashinfer":
+        if attention != "reference":
             from models.attention_flashinfer import FlashAttention
 
-            flash = FlashAttention(self.pool, self._q, device)
+            flash = FlashAttention(self.pool, self._q, device, fa3=attention == "flashinfer")
         if flash is None and not on_device:
             self.source: Source = HostSource(self.pool, self.slots)
         else:
@@ -277,7 +277,7 @@ def load(
     if not isinstance(config, Qwen3MoeConfig):
         raise UsageError(f"{path}: a {config.model_type} checkpoint, not qwen3_moe")
     kind = getattr(torch, dtype_name(dtype))
-    if attention == "flashinfer":
+    if attention != "reference":
         from models.attention_flashinfer import check_shape, library
 
         check_shape(config.head_dim, kind, torch.device(device))

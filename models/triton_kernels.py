@@ -51,26 +51,27 @@ def _heads(
     queries: tl.constexpr,
     keys: tl.constexpr,
     size: tl.constexpr,
+    some: tl.constexpr,
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, size)
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * some + tl.arange(0, some))[:, None]
+    at = tl.arange(0, size)[None, :]
+    other = (at + size // 2) % size
+    turns, kept = head < queries + keys, (head >= queries) & (head < queries + 2 * keys)
     place = qkv + (token * (queries + 2 * keys) + head) * size
-    values = tl.load(place + at)
-    if head < queries + keys:
-        other = (at + size // 2) % size
-        mine = values.to(tl.float32)
-        partner = tl.load(place + other).to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(mine * mine, 0) / size + eps)
-        mine = mine * scale * tl.load(weight + head * size + at).to(tl.float32)
-        partner = partner * scale * tl.load(weight + head * size + other).to(tl.float32)
-        turned = mine * tl.load(cos + token * size + at) + partner * tl.load(sin + token * size + at)
-        values = turned.to(qkv.dtype.element_ty)
-        # Every lane has read its partner before any of them writes.
-        tl.debug_barrier()
-        tl.store(place + at, values)
-    if head >= queries:
-        cell = tl.load(cells + token * (2 * keys) + head - queries)
-        tl.store(pool + cell * size + at, values)
+    values = tl.load(place + at, mask=head < queries + 2 * keys, other=0.0)
+    mine = values.to(tl.float32)
+    partner = tl.load(place + other, mask=turns, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(mine * mine, 1) / size + eps)[:, None]
+    mine = mine * scale * tl.load(weight + head * size + at, mask=turns, other=0.0).to(tl.float32)
+    partner = partner * scale * tl.load(weight + head * size + other, mask=turns, other=0.0).to(tl.float32)
+    turned = mine * tl.load(cos + token * size + at) + partner * tl.load(sin + token * size + at)
+    values = tl.where(turns, turned.to(qkv.dtype.element_ty), values)
+    # Every lane has read its partner before any of them writes.
+    tl.debug_barrier()
+    tl.store(place + at, values, mask=turns)
+    cell = tl.load(cells + token * (2 * keys) + head - queries, mask=kept, other=0)
+    tl.store(pool + cell * size + at, values, mask=kept)
 
 
 def heads(
@@ -84,9 +85,10 @@ def heads(
     tokens, count, size = qkv.shape
     if tokens:
         cos, sin = angles
-        _heads[(tokens, count)](
-            qkv, weight, cos, sin, cells, layer, eps, count - 2 * keys, keys, size, num_warps=1 if size <= 128 else 2
-        )
+        # A warp takes two heads of 128: enough loads in flight in a prefill, programs enough in a decode of few rows.
+        some = max(1, 1024 // size)
+        grid = (tokens, triton.cdiv(count, some))
+        _heads[grid](qkv, weight, cos, sin, cells, layer, eps, count - 2 * keys, keys, size, some, num_warps=4)
 
 
 @triton.jit

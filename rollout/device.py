@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CPU_KV_TOKENS: Final = 1 << 15
 """Of a replica, where nobody says."""
 DEVICES: Final = ("cpu", "cuda")
-ATTENTIONS: Final = ("reference", "flashinfer")
+ATTENTIONS: Final = ("reference", "flashinfer", "flashinfer-fa2")
 WEIGHTS: Final = ("checkpoint", "dummy")
 QUANTIZATIONS: Final = ("fp8",)
 LAUNCH_ORDERS: Final = ("stream", "implicit")
@@ -34,7 +34,8 @@ class DeviceOptions:
     """What `--device` and the flags that belong to it say.
 
     device: cpu or cuda. dtype: element type of weights and KV (None: float32 on cpu, bfloat16 on cuda). attention:
-    flashinfer or reference (None: on cuda flashinfer where dtype and head size allow it). graphs: decode as CUDA
+    flashinfer, flashinfer-fa2 (without its kernels for one generation of GPUs alone) or reference (None: on cuda
+    flashinfer where dtype and head size allow it). graphs: decode as CUDA
     graphs. weights: from the checkpoint, or `dummy`, random ones made on the device from config.json alone.
     quantization: fp8 weights. prefill_sms: SMs that prefill may use, as a green context (None: all). max_ctas: CTAs of
     one NCCL kernel. launch_order: how NCCL orders the kernels of several communicators, `implicit` sets
@@ -87,10 +88,14 @@ class DeviceOptions:
             self._refuse_on_cpu()
         elif self.compiled:
             raise UsageError("--compile applies to --device cpu only: on cuda decode is captured as graphs already")
-        elif self.dtype == "float32" and self.attention == "flashinfer":
-            raise UsageError("--attention flashinfer has no float32: with --dtype float32 use --attention reference")
+        elif self.dtype == "float32" and self._flashes:
+            raise UsageError(f"--attention {self.attention} has no float32: use --attention reference for it")
         elif self.dtype == "float32" and self.quantization is not None:
             raise UsageError(f"--quantization {self.quantization} computes in bfloat16: leave --dtype float32 out")
+
+    @property
+    def _flashes(self) -> bool:
+        return self.attention is not None and self.attention.startswith("flashinfer")
 
     def _refuse_on_cpu(self) -> None:
         default = DeviceOptions.__dataclass_fields__
@@ -108,8 +113,8 @@ class DeviceOptions:
         ):
             if getattr(self, name) != default[name].default:
                 raise UsageError(f"{flag} applies to --device cuda only: leave it out, or add --device cuda")
-        if self.attention == "flashinfer":
-            raise UsageError("--attention flashinfer needs --device cuda: on a CPU there is only the reference")
+        if self._flashes:
+            raise UsageError(f"--attention {self.attention} needs --device cuda: on a CPU there is only the reference")
 
     def resolved(self, config: DecoderConfig) -> DeviceOptions:
         """These options with nothing left open, for a model. Raises UsageError where they do not fit it."""
@@ -119,10 +124,10 @@ class DeviceOptions:
         attention = self.attention
         if attention is None:
             attention = "flashinfer" if cuda and dtype == "bfloat16" and fits else "reference"
-        elif attention == "flashinfer" and not fits:
+        elif self._flashes and not fits:
             known = ", ".join(map(str, HEAD_DIMS))
             raise UsageError(
-                f"--attention flashinfer has kernels for heads of {known} numbers, and this model's have"
+                f"--attention {attention} has kernels for heads of {known} numbers, and this model's have"
                 f" {config.head_dim}: use --attention reference"
             )
         return replace(self, dtype=dtype, attention=attention)
@@ -131,9 +136,9 @@ class DeviceOptions:
         """Raise UsageError when something that the options need is not installed. Builds what is to be built."""
         if self.compiled:
             native_build.library()
-        if self.attention == "flashinfer" and find_spec("flashinfer") is None:
+        if self._flashes and find_spec("flashinfer") is None:
             raise UsageError(
-                "--attention flashinfer: flashinfer is not installed: pip install 'turnstile[cuda]', or use"
+                f"--attention {self.attention}: flashinfer is not installed: pip install 'turnstile[cuda]', or use"
                 " --attention reference"
             )
 

@@ -9,10 +9,13 @@ from torch import Tensor
 
 
 class FakeFlashInfer:
-    """The parts of the package that are used. pinned: how many pinned buffers plans were seen with. info: a plan."""
+    """The parts of the package that are used. pinned: how many pinned buffers plans were seen with. info: a plan.
+    planned: tokens of each prefill, by backend.
+    """
 
     def __init__(self) -> None:
         self.info = [1, 2, 3]
+        self.planned: dict[str, list[int]] = {}
         self._seen: set[int] = set()
 
     @property
@@ -23,8 +26,9 @@ class FakeFlashInfer:
         self._seen.add(wrapper._pin_memory_int_workspace_buffer.data_ptr())
 
     def BatchPrefillWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, backend: str) -> Prefill:
-        assert (layout, backend, workspace.dtype) == ("HND", "fa2", torch.uint8)
-        return Prefill(self)
+        assert (layout, workspace.dtype) == ("HND", torch.uint8)
+        assert backend in ("fa2", "fa3")
+        return Prefill(self, backend)
 
     def BatchDecodeWithPagedKVCacheWrapper(self, workspace: Tensor, layout: str, **options: Any) -> Decode:
         assert (layout, workspace.dtype) == ("HND", torch.uint8)
@@ -42,8 +46,8 @@ class FakeFlashInfer:
 
 
 class Prefill:
-    def __init__(self, home: FakeFlashInfer) -> None:
-        self._home = home
+    def __init__(self, home: FakeFlashInfer, backend: str) -> None:
+        self._home, self._backend = home, backend
         self._pin_memory_int_workspace_buffer = torch.empty(0)
 
     def plan(self, qo: Tensor, kv: Tensor, pages: Tensor, last: Tensor, *shape: int, **options: Any) -> None:
@@ -51,6 +55,7 @@ class Prefill:
         assert options["causal"]
         assert options["max_token_per_sequence"] == int((qo[1:] - qo[:-1]).max())
         self._home.seen(self)
+        self._home.planned.setdefault(self._backend, []).append(int(qo[-1]))
         self._arrays, self._shape = [array.clone() for array in (qo, kv, pages, last)], shape
 
     def run(self, q: Tensor, storage: Tensor, *, out: Tensor, enable_pdl: bool) -> None:

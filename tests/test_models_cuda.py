@@ -201,11 +201,13 @@ def test_flashinfer_is_the_reference_layer_by_layer(kv_heads: int) -> None:
         worst = ((found.float() - expected).abs() / (1 + expected.abs())).max().item()
         assert worst < 2e-2, f"layer {layer} is off by {worst}"
 
-    for contexts in ([(0, 1)], [(0, 300), (40, 17), (512, 1)], [(1500, 4), (0, 33)], [(15, 1), (16, 1), (700, 1)]):
+    prefills = ([(0, 1)], [(0, 300), (40, 17), (512, 1)], [(1500, 4), (0, 33)], [(15, 1), (16, 1), (700, 1)])
+    large = ([(0, 2200)], [(700, 800), (0, 1500), (3, 10)], [(100, 1100), (33, 1112)], [(3000, 2500)])
+    for contexts in (*prefills, *large):
         mine, parcel = rows(contexts), ring.take()
         flash.stage(parcel, mine)
         parcel.ship()
-        plan = flash.plan(Phase.P, parcel, len(mine), max(row.fed for row in mine))
+        plan = flash.plan(Phase.P, parcel, [row.fed for row in mine])
         parcel.close()
         for layer in range(2):
             q = torch.randn(sum(row.fed for row in mine), heads, dim, device=device).bfloat16()

@@ -20,7 +20,7 @@ from kernel.errors import UsageError
 from kernel.request import Phase, Row, SamplingParams
 from kernel.topology import World
 from models import attention_flashinfer, experts, experts_fp8, qwen3_moe, sampling, sampling_device
-from models.attention_flashinfer import spread, workspace_bytes
+from models.attention_flashinfer import fills, spread, workspace_bytes
 from models.config import Qwen3MoeConfig, read_config
 from models.drawn import Outbox
 from models.dummy import DummyTensors
@@ -318,6 +318,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFlashInfer]:
     monkeypatch.setattr(attention_flashinfer, "library", lambda: library)
     monkeypatch.setattr(attention_flashinfer, "check_shape", lambda *_: None)
     monkeypatch.setattr(attention_flashinfer, "processors", lambda _: 4)
+    monkeypatch.setattr(attention_flashinfer, "hopper", lambda _: True)
     return library
 
 
@@ -347,6 +348,30 @@ def test_a_model_over_flashinfer_draws_the_same(graphs: bool, tmp_path: Path, fa
     assert fake.pinned > 2, "plans took turns with their pinned buffers"
 
 
+@pytest.mark.parametrize(
+    ("attention", "backends"), [("flashinfer", ["fa3", "fa2"]), ("flashinfer-fa2", ["fa2", "fa2"])]
+)
+def test_prefills_that_fill_the_device_take_its_own_kernels(
+    attention: str, backends: list[str], tmp_path: Path, fake: FakeFlashInfer
+) -> None:
+    path = write_checkpoint(tmp_path, head_dim=8, heads=8, kv_heads=2)
+    model: Any = qwen3_moe.load(path, World(1), 0, blocks=96, block_size=4, slots=16, attention=attention, staged=True)
+    for tokens in (64, 63):  # of 8 heads: a tile of 128 queries for each of four SMs
+        team = Team(path, World(1))
+        team.models = [model]
+        team.prefill([team.admit(0, list(range(tokens)), tokens + 4)])
+    found = [next(name for name, seen in fake.planned.items() if tokens in seen) for tokens in (64, 63)]
+    assert found == backends
+
+
+def test_what_fills_a_device() -> None:
+    assert fills(528, 1, 32, 132)
+    assert not fills(527, 1, 32, 132), "fewer tiles than SMs"
+    assert not fills(2000, 40, 32, 132), "tiles less than half full"
+    assert fills(65_536, 8, 64, 132)
+    assert not fills(300_000, 1, 64, 132), "the schedule might not fit"
+
+
 def test_a_plan_that_does_not_fit_the_graph_is_an_error(tmp_path: Path, fake: FakeFlashInfer) -> None:
     from kernel.errors import ModelError
     from models.cuda_inputs import StaticInputs
@@ -367,7 +392,7 @@ def test_a_plan_that_does_not_fit_the_graph_is_an_error(tmp_path: Path, fake: Fa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "flash"}, "attention flash: choose one of reference, flashinfer"),
+        ({"attention": "flash"}, "attention flash: choose one of reference, flashinfer, flashinfer-fa2"),
         ({"weights": "random"}, "weights random: choose one of checkpoint, dummy"),
         ({"quantization": "int4"}, "quantization int4: choose one of None, fp8"),
         ({"attention": "flashinfer"}, r"cannot run with device cpu, dtype float32, head_dim 16 .*attention reference"),

@@ -2,8 +2,8 @@
 
     python -m bench.gpu.page                  writes docs/results.md
 
-Reads ladder*.json (`bench.gpu.ladder`), roofline*.json (`bench.gpu.roofline`), hazard*.json (`bench/gpu/hazard.py`) and
-findings.md.
+Reads ladder*.json (`bench.gpu.ladder`), roofline*.json (`bench.gpu.roofline`), hazard*.json (`bench/gpu/hazard.py`),
+transformers*.json (`bench.gpu.transformers_batching`) and findings.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def page(files: dict[str, dict[str, Any]], remarks: str = "") -> str:
         " [bench/gpu/README.md](../bench/gpu/README.md). Section numbers are the paper's.",
         "",
     ]
-    made = {"ladder": _ladder, "roofline": _roofline, "hazard": _hazard}
+    made = {"ladder": _ladder, "roofline": _roofline, "hazard": _hazard, "transformers": _transformers}
     for name, found in sorted(files.items()):
         kind = next((kind for kind in made if name.startswith(kind)), None)
         if kind is not None:
@@ -109,6 +109,18 @@ def _roofline(name: str, found: dict[str, Any]) -> Iterator[str]:
                 "0.50",
             ],
         ]
+    )
+
+
+def _transformers(name: str, found: dict[str, Any]) -> Iterator[str]:
+    asked, ours = found["arguments"], found["ours"]
+    yield f"## Against transformers' continuous batching (`{name}`)"
+    yield ""
+    yield (
+        f"GPUs of one host, the same configuration and load: {asked['rows']} prompts of {asked['context']} tokens,"
+        f" {asked['tokens']} tokens each, prefills included. transformers {found['version']} with `{found['attention']}`"
+        f" attention: {found['output_tokens_s']:,.0f} output tokens/s, the best of {len(found['seconds']) - 1} runs;"
+        f" Turnstile: {ours:,.0f}, one run ({ours / found['output_tokens_s']:.1f} times)."
     )
 
 

@@ -24,8 +24,9 @@ def main() -> int:
     made.add_argument("--repetitions", type=int, default=2)
     made.add_argument("--device", default="cuda")
     made.add_argument("--attention", default="sdpa")
-    made.add_argument("--blocks", type=int, default=512, help="of KV, 256 tokens each")
-    made.add_argument("--batch-tokens", type=int, default=8192)
+    made.add_argument("--blocks", type=int, default=192, help="of KV, 256 tokens each")
+    made.add_argument("--batch-tokens", type=int, default=4096)
+    made.add_argument("--ours", type=float, help="output tokens/s of `bench.gpu.roofline` on this GPU, to be kept beside")
     given = made.parse_args()
     import torch
     import transformers
@@ -67,6 +68,8 @@ def main() -> int:
                 "output_tokens_s": given.rows * given.tokens / best,
                 "seconds": seconds,
                 "attention": given.attention,
+                "arguments": {"rows": given.rows, "context": given.context, "tokens": given.tokens},
+                "ours": given.ours,
             }
         )
     )
