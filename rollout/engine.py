@@ -103,7 +103,9 @@ class Engine:
         self.config = models.read_config(self.model)
         models.check_split(self.config, self.world)
         self.options = options = options.resolved(self.config)
-        self.world, self.exchange = exchange.resolve(options, self.config, self.world)
+        self.world, self.exchange = exchange.resolve(
+            options, self.config, self.world, prefill_tokens=prefill_tokens, rows=rows
+        )
         limits = Limits(
             size=self.world.size,
             replicas=self.world.adp,

@@ -8,25 +8,36 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kernel.errors import UsageError
-from kernel.exchange.choose import NEEDS, Choice, Situation, choose
+from kernel.exchange import deep_ep
+from kernel.exchange.choose import NEEDS, Choice, Situation, choose, world_refuses
 from kernel.exchange.shape import Shape, agree
+from kernel.sched.policy import Limits
 from rollout.torchrun import place
 
 if TYPE_CHECKING:
     from kernel.ports import ExpertExchange
-    from kernel.sched.policy import Limits
     from kernel.topology import World
     from models.config import DecoderConfig
     from rollout.device import DeviceOptions
     from rollout.links import Link
 
 
-def resolve(options: DeviceOptions, config: DecoderConfig, world: World) -> tuple[World, Choice]:
+def resolve(
+    options: DeviceOptions, config: DecoderConfig, world: World, *, prefill_tokens: int, rows: int
+) -> tuple[World, Choice]:
     """(the world with its program's exchange, the substrate and why) for `--exchange`.
 
-    Raises UsageError for an exchange that this world, model or device cannot have, PackageMissing.
+    prefill_tokens, rows: most of a replica. Raises UsageError for an exchange that this world, model or device cannot
+    have, PackageMissing.
     """
     now = situation(options, config, world)
+    limits = Limits(world.size, world.adp, 1, prefill_tokens=prefill_tokens, rows=rows, granule=world.atp)
+    limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
+    if options.device == "cuda" and world_refuses(now) is None:
+        try:
+            deep_ep.check(_shape(config, options, limits, world), num_sms=sms(options), sms=deep_ep.SMS)
+        except UsageError as error:
+            now = replace(now, broken={**now.broken, "deepep": str(error)})
     asked = options.exchange
     if asked == "auto" and world.exchange == "split" and options.device == "cpu":
         asked = "local" if world.size == 1 else "gloo" if "shm" in now.broken else "shm"
@@ -58,7 +69,17 @@ def settings(choice: Choice, config: Any, options: DeviceOptions, limits: Limits
     """What ranks need to build it, for their configuration. Raises UsageError for sizes that nothing can exchange."""
     if choice.substrate == "none":
         return {"substrate": "none", "reason": choice.reason}
-    shape = Shape(
+    shape = asdict(_shape(config, options, limits, world))
+    return {"substrate": choice.substrate, "reason": choice.reason, "shape": shape}
+
+
+def sms(options: DeviceOptions) -> int:
+    """SMs of DeepEP's prefill kernels."""
+    return options.exchange_sms or deep_ep.NUM_SMS
+
+
+def _shape(config: Any, options: DeviceOptions, limits: Limits, world: World) -> Shape:
+    return Shape(
         ranks=world.size,
         experts=config.experts,
         hidden=config.hidden_size,
@@ -68,7 +89,6 @@ def settings(choice: Choice, config: Any, options: DeviceOptions, limits: Limits
         decode_rows=limits.bucket(limits.rows) // world.atp,
         itemsize=4 if options.dtype == "float32" else 2,
     )
-    return {"substrate": choice.substrate, "reason": choice.reason, "shape": asdict(shape)}
 
 
 async def build(config: dict[str, Any], rank: int, link: Link) -> ExpertExchange | None:

@@ -214,8 +214,10 @@ class Nccl(Communicators):
         from rollout.torchrun import store_at
 
         dist: Any = torch.distributed
-        store = dist.PrefixStore("nccl", store_at(where))
-        self._nccl = NcclWorld(world, rank, store, config["gpu"], max_ctas=config["device"]["max_ctas"])
+        self._rank, self._gpu, self._options = rank, config["gpu"], config["device"]
+        self._store = store_at(where)
+        store = dist.PrefixStore("nccl", self._store)
+        self._nccl = NcclWorld(world, rank, store, self._gpu, max_ctas=self._options["max_ctas"])
 
     def collectives(self, phase: Phase) -> Collectives:
         """Those of `phase`."""
@@ -225,6 +227,16 @@ class Nccl(Communicators):
     def warm(self) -> None:
         """Once each, in one global order."""
         self._nccl.warm()
+
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """By DeepEP, `deepep`, or of one rank."""
+        if substrate != "deepep":
+            return super().exchange(substrate, shape, dtype)
+        from kernel.comm import deep_ep
+        from kernel.exchange.deep_ep import NUM_SMS
+
+        sms = self._options["exchange_sms"] or NUM_SMS
+        return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=sms, nccl=self._nccl.ctas)
 
     def close(self) -> None:
         """Abort what the device has not closed already; returns after 10 s at the latest."""

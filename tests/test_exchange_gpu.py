@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,16 @@ from kernel.exchange.sizes import footprint
 from kernel.exchange.states import Place
 from kernel.request import Phase
 from kernel.topology import World
+from models.tiny import write_checkpoint
+from rollout.device import DeviceOptions
+from rollout.engine import Engine
+from tests.engines import trajectories
 from tests.exchanges import GPU_SUBSTRATES, SKEWS, Case, Substrate, build, computed, drawn, prefill, stream_of, verdict
 from tests.ranks import Me, Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,6 +131,50 @@ def hints(me: Me, case: tuple[int, int, int, int, int]) -> tuple[int, int]:
         config.get_nvl_buffer_size_hint(2 * hidden, size),
         deep_ep.Buffer.get_low_latency_rdma_size_hint(rows, hidden, size, experts),
     )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wide")
+    return write_checkpoint(path, hidden=2048, layers=3, heads=4, kv_heads=2, head_dim=64, top_k=3, expert_width=64)
+
+
+async def drawn_tokens(checkpoint: Path, policy: str, options: DeviceOptions) -> list[list[tuple[int, float]]]:
+    """Tokens with their log-probabilities of a few turns, whose contexts grow."""
+    world = World(2, 2, 2)
+    engine = Engine(checkpoint, world, policy=policy, device=options, kv_tokens=8192, prefill_tokens=64, rows=8)
+    assert engine.exchange.substrate == options.exchange
+    async with engine:
+        done = await trajectories(engine, count=6, turns=3, seed=2)
+    turns = [turn.done for each in done for turn in each]
+    return [list(zip(turn.tokens, turn.logprobs, strict=True)) for turn in turns]
+
+
+@pytest.mark.parametrize("policy", ["normal", "fine:span=1"])
+@pytest.mark.parametrize("graphs", [True, False])
+async def test_a_model_over_deep_ep_draws_what_collectives_draw(policy: str, graphs: bool, checkpoint: Path) -> None:
+    """In bfloat16, whose roundings may flip a draw and all behind it: what was drawn alike has like probabilities."""
+    options = DeviceOptions("cuda", graphs=graphs, exchange="deepep")
+    ours = await drawn_tokens(checkpoint, policy, options)
+    plain = await drawn_tokens(checkpoint, policy, replace(options, exchange="none"))
+    errors = []
+    for one, other in zip(ours, plain, strict=True):
+        same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a[0] != b[0]), len(one))
+        errors += [abs(a[1] - b[1]) for a, b in zip(one[:same], other[:same], strict=True)]
+    assert len(errors) > 20
+    assert max(errors) < 0.2
+
+
+async def test_multiplexing_changes_no_token(checkpoint: Path) -> None:
+    options, found = DeviceOptions("cuda", exchange="deepep"), []
+    for policy in ("normal", "fine:span=1", "global_enqueue"):
+        turns = await drawn_tokens(checkpoint, policy, options)
+        found.append([[token for token, _ in turn] for turn in turns])
+    assert found[0] == found[1] == found[2]
+
+
+async def test_nothing_is_left_for_after_the_warm_up(checkpoint: Path) -> None:
+    assert await drawn_tokens(checkpoint, "fine:span=1", DeviceOptions("cuda", exchange="deepep", quiet=True))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

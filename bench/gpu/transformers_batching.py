@@ -26,7 +26,7 @@ def main() -> int:
     made.add_argument("--attention", default="sdpa")
     made.add_argument("--blocks", type=int, default=192, help="of KV, 256 tokens each")
     made.add_argument("--batch-tokens", type=int, default=4096)
-    made.add_argument("--ours", type=float, help="output tokens/s of `bench.gpu.roofline` on this GPU, to be kept beside")
+    made.add_argument("--ours", type=float, help="output tokens/s of `bench.gpu.roofline`, to be kept beside")
     given = made.parse_args()
     import torch
     import transformers

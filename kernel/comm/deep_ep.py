@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from kernel.exchange.shape import Shape
     from kernel.ports import Event
 
-NUM_SMS: Final = 20
-"""Of P's kernels, by default: two SMs a channel."""
 _SEND: Final = {2: (24, 10), 4: (6, 9), 8: (6, 4)}
 """Rows that a channel of (dispatch, combine) sends at once, by ranks: DeepEP's own tuning for NVLink."""
 _CHUNK: Final = 256
@@ -64,7 +62,14 @@ def library() -> Any:
 
 
 def build(
-    shape: Shape, store: Any, rank: int, index: int, *, num_sms: int = NUM_SMS, nccl: int = 0, depth: int = QUEUE_DEPTH
+    shape: Shape,
+    store: Any,
+    rank: int,
+    index: int,
+    *,
+    num_sms: int = limits.NUM_SMS,
+    nccl: int = 0,
+    depth: int = QUEUE_DEPTH,
 ) -> Exchange:
     """Both phases' exchanges on GPU `index`. All ranks call it together, before a graph is captured.
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kernel.errors import PackageMissing, RankLost, VersionMismatch
+from kernel.errors import PackageMissing, RankLost
 from kernel.exchange.choose import INSTALL
+from kernel.exchange.deep_ep import check_versions
 from kernel.exchange.lifetime import Lifetime
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     from kernel.comm.peers import Peers
 
-DEVICE_LIBRARY: Final = (3, 4)
-"""(major, minor) of the device library inside DeepEP's wheel: the host's must have this major, and no smaller minor."""
+DEVICE_LIBRARY: Final = (3, 4, 5)
+"""Inside DeepEP's wheel."""
 QUEUE_DEPTH: Final = 1024
 _TAG: Final = 1 << 32
 _TEAMS: Final = 16
@@ -51,17 +52,6 @@ def environment(local_experts: int, depth: int = QUEUE_DEPTH) -> Mapping[str, st
     }
 
 
-def check_version(found: str) -> None:
-    """Raise VersionMismatch unless DeepEP's device library runs on this host library ("3.4.5")."""
-    major, minor = (int(part) for part in found.split(".")[:2])
-    if major != DEVICE_LIBRARY[0] or minor < DEVICE_LIBRARY[1]:
-        needed = ".".join(map(str, DEVICE_LIBRARY))
-        raise VersionMismatch(
-            f"NVSHMEM {found} is loaded, and DeepEP's kernels were built with {needed}: install nvidia-nvshmem-cu13"
-            f" {needed}.x (torch 2.11 brings 3.4.5), or choose --exchange nccl"
-        )
-
-
 class Runtime:
     """NVSHMEM on this rank, its processing elements numbered as `peers`. All ranks construct it together.
 
@@ -71,7 +61,8 @@ class Runtime:
 
     def __init__(self, peers: Peers, index: int, local_experts: int, depth: int = QUEUE_DEPTH) -> None:
         core, device = _library()
-        check_version(str(core.get_version().libnvshmem_version))
+        major, minor, patch = (int(part) for part in str(core.get_version().libnvshmem_version).split("."))
+        check_versions((major, minor, patch), DEVICE_LIBRARY, "DeepEP")
         os.environ.update(environment(local_experts, depth))
         torch.cuda.set_device(index)
         self.rank, self.size, self.index = peers.rank, peers.size, index

@@ -23,6 +23,10 @@ ROWS: Final = 1024
 """Rows of a rank in a low-latency operation: more would not fit into the tags of its messages."""
 ROW_BYTES: Final = 16384
 """About: a row of the normal path passes through shared memory."""
+SMS: Final = 132
+"""Of an H100 or H200; a rank checks again with its own GPU's."""
+NUM_SMS: Final = 20
+"""Of P's kernels, by default: two SMs a channel."""
 NAMESPACE: Final = 128
 """Queue pairs of one peer."""
 
