@@ -217,8 +217,9 @@ def together(rank: Rank) -> dict[str, Any]:
     found = {
         "p_alone_us": p_alone,
         "d_alone_us": d_alone,
-        "both_us": both(rank.p_stream, rank.d_stream, replays),
-        "one_stream_us": both(rank.p_stream, rank.p_stream, replays),
+        "both_us": both(rank.p_stream, rank.d_stream, 1),
+        "full_us": both(rank.p_stream, rank.d_stream, replays),
+        "one_stream_us": both(rank.p_stream, rank.p_stream, 1),
         "replays": replays,
     }
     both(None, rank.d_stream, 1, spans["once"])
@@ -258,16 +259,19 @@ def in_flight(rank: Rank) -> dict[str, Any]:
     """Past the port, which refuses it: a second dispatch, and a third, before the first one's combine."""
     buffer, shape, wrong = rank.exchange.low_latency.buffer, rank.shape, 0
     for _ in range(50):
-        given, held = [], []
+        given, held, hooks = [], [], []
         while len(given) < 3:
             drawn = rank.inputs(shape.decode_rows)
             given += [drawn] if len(drawn[0]) else []
         for rows, experts, _, _ in given:
+            # Sent, not received yet: the buffer has two halves, and a third operation takes the first one's.
             came, counts, handle, _, hook = buffer.low_latency_dispatch(
                 rows, experts, shape.decode_rows, shape.experts, use_fp8=False, return_recv_hook=True
             )
-            hook()
             held.append((came, counts, handle))
+            hooks.append(hook)
+        for hook in hooks:
+            hook()
         for (_, experts, weights, wanted), (came, counts, handle) in zip(given, held, strict=True):
             places = torch.arange(came.shape[1], device="cuda").unsqueeze(0)
             taken = torch.where(

@@ -192,6 +192,7 @@ class DeepEpNormal:
         """See the port. Peers take part: the buffer goes when all of them let go."""
         self._landing.close()
         if self.buffer is not None:
+            torch.cuda.set_device(self._index)  # of this thread: closing has one of its own
             buffer, self.buffer = self.buffer, None
             buffer.destroy()
 
@@ -203,7 +204,7 @@ class DeepEpLowLatency(GraphStates):
     """
 
     def __init__(self, shape: Shape, package: Any, peers: Peers, index: int) -> None:
-        self._shape = shape
+        self._shape, self._index = shape, index
         self.nbytes = package.Buffer.get_low_latency_rdma_size_hint(
             shape.decode_rows, shape.hidden, shape.ranks, shape.experts
         )
@@ -258,6 +259,7 @@ class DeepEpLowLatency(GraphStates):
         """See the port. Peers take part."""
         self.states.close()
         if self.buffer is not None:
+            torch.cuda.set_device(self._index)
             buffer, self.buffer = self.buffer, None
             buffer.destroy()
 

@@ -107,6 +107,7 @@ class Runtime:
             raw.signal_wait_until_on_stream(place, int(ComparisonType.CMP_GE), value, stream.cuda_stream)
 
     def _finalize(self) -> None:
+        torch.cuda.set_device(self.index)
         torch.cuda.synchronize(self.index)
         for each in self._kept:
             self._core.free_tensor(each)
