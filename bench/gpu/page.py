@@ -3,7 +3,7 @@
     python -m bench.gpu.page                  writes docs/results.md
 
 Reads ladder*.json (`bench.gpu.ladder`), roofline*.json (`bench.gpu.roofline`), hazard*.json (`bench/gpu/hazard.py`),
-transformers*.json (`bench.gpu.transformers_batching`) and findings.md.
+exchange*.json (`bench.gpu.exchange`), transformers*.json (`bench.gpu.transformers_batching`) and findings.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +30,7 @@ NOT_RUN: Final = (
     ("Eight and sixteen GPUs: EP8/ADP8, EP8/ADP2, two nodes (7: table 2, table 6)", "the host has two GPUs"),
     ("Checkpoints of 512 experts, the live training runs", "they are not public; the model here has random weights"),
     ("GSM8K exact answers, with and without multiplexing", "random weights answer nothing; equal tokens are tested"),
-    ("DeepEP: rate, buffers, budgets (5; 7: RQ4)", "the expert exchange is not part of these runs"),
+    ("DeepEP: request rate end to end (7: RQ4)", "the exchange alone has been measured"),
     ("Multi-token prediction", "not implemented"),
     ("Residency at 23 and 24 CTAs an SM (7: table 4)", "the hazard's occupier limits free SMs instead"),
 )
@@ -45,7 +46,13 @@ def page(files: dict[str, dict[str, Any]], remarks: str = "") -> str:
         " [bench/gpu/README.md](../bench/gpu/README.md). Section numbers are the paper's.",
         "",
     ]
-    made = {"ladder": _ladder, "roofline": _roofline, "hazard": _hazard, "transformers": _transformers}
+    made = {
+        "exchange": partial(_experiments, "Two expert exchanges at once"),
+        "hazard": partial(_experiments, "The hazard"),
+        "ladder": _ladder,
+        "roofline": _roofline,
+        "transformers": _transformers,
+    }
     for name, found in sorted(files.items()):
         kind = next((kind for kind in made if name.startswith(kind)), None)
         if kind is not None:
@@ -124,8 +131,8 @@ def _transformers(name: str, found: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _hazard(name: str, found: dict[str, Any]) -> Iterator[str]:
-    yield f"## The hazard (`{name}`)"
+def _experiments(title: str, name: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"## {title} (`{name}`)"
     yield ""
     experiments = found.get("experiments", found)
     lines = [["experiment", "as expected", "what was seen"]]
