@@ -11,10 +11,16 @@ from rollout.pulse import AWAY_S, Pulse
 
 async def test_beats_inside_an_absence_ask_for_patience() -> None:
     sent: list[dict[str, Any]] = []
-    heart = Heart(sent.append, 0.001)
+    enough = asyncio.Event()
+
+    def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if len(sent) == 6:
+            enough.set()
+
+    heart = Heart(send, 0.001)
     async with heart.away("starting its GPU"):
-        while len(sent) < 6:  # the loop turns: something that is awaited inside
-            await asyncio.sleep(0.001)
+        await enough.wait()  # the loop turns: something is awaited inside
         inside = list(sent[1:])
     heart.close()
     assert len(inside) >= 5

@@ -126,8 +126,9 @@ def _transformers(name: str, found: dict[str, Any]) -> Iterator[str]:
     yield (
         f"GPUs of one host, the same configuration and load: {asked['rows']} prompts of {asked['context']} tokens,"
         f" {asked['tokens']} tokens each, prefills included. transformers {found['version']} with"
-        f" `{found['attention']}` attention: {found['output_tokens_s']:,.0f} output tokens/s, the best of {len(found['seconds']) - 1} runs;"
-        f" Turnstile: {ours:,.0f}, one run ({ours / found['output_tokens_s']:.1f} times)."
+        f" `{found['attention']}` attention: {found['output_tokens_s']:,.0f} output tokens/s, the best of"
+        f" {len(found['seconds']) - 1} runs; Turnstile: {ours:,.0f}, one run"
+        f" ({ours / found['output_tokens_s']:.1f} times)."
     )
 
 
