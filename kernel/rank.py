@@ -377,12 +377,13 @@ class Rank:
     async def _settle(self, upto: int) -> None:
         """Wait for a P epoch whose last segment was submitted by round `upto`: the same lag as D's, on every rank.
 
-        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for.
-        Where nothing is routed D runs on beside P, and the device is asked instead.
+        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for; an
+        expert exchange has waited for all but the last layer, whose counts are known. Where there is neither D runs on
+        beside P, and the device is asked instead.
         """
         epoch = self._epoch
         if epoch is not None and not epoch.settled and 0 <= epoch.ended_in <= upto:
-            if self._p.program.routes:
+            if self._p.program.routes or self.world.splits:
                 await self.p_drained()
             else:
                 epoch.poll()
