@@ -222,6 +222,14 @@ class Nccl(Communicators):
         found: Collectives = self._nccl.collectives(phase)
         return found
 
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """Over the same communicators, `nccl`, or of one rank."""
+        from kernel.comm.exchange.nccl import nccl
+
+        if substrate != "nccl":
+            return super().exchange(substrate, shape, dtype)
+        return nccl(shape, torch_type(dtype), self._nccl)
+
     def warm(self) -> None:
         """Once each, in one global order."""
         self._nccl.warm()

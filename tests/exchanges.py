@@ -16,7 +16,10 @@ import torch.distributed as dist
 
 from kernel.comm.exchange import pair
 from kernel.comm.exchange.gloo import GlooWire
+from kernel.comm.exchange.group import LatencyOverGroup, NormalOverGroup
 from kernel.comm.exchange.shared import SharedWire
+from kernel.device.compat import gather_into
+from kernel.device.worker import Completion
 from kernel.exchange.shape import Shape
 from kernel.exchange.states import Place
 from kernel.request import Phase
@@ -60,6 +63,8 @@ SUBSTRATES = (
     Substrate("shm", 4, capacity=4096, hidden=200),
     Substrate("gloo", 2),
     Substrate("gloo", 4),
+    Substrate("group", 2, dtype="bfloat16", tolerance=4e-2),
+    Substrate("group", 4),
 )
 
 
@@ -74,14 +79,60 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
             prefill, decode = (SharedWire(me.arena, phase, me.rank) for phase in (Phase.P, Phase.D))
             made = pair.over(substrate.shape, kind, prefill, decode)
         case "gloo":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            if not dist.is_initialized():
-                where = dist.FileStore(store, me.world.size)
-                dist.init_process_group("gloo", store=where, rank=me.rank, world_size=me.world.size)
+            join(me, store)
             made = pair.over(substrate.shape, kind, GlooWire(Phase.P), GlooWire(Phase.D))
+        case "group":  # what NCCL's is made of, with gloo's groups in the place of NCCL's
+            join(me, store)
+            prefills, decodes = GlooGroup(me.rank), GlooGroup(me.rank)
+            made = pair.Exchange(
+                NormalOverGroup(substrate.shape, prefills, kind, fetched),
+                LatencyOverGroup(substrate.shape, decodes, kind, "cpu"),
+            )
         case _:
             raise ValueError(substrate.name)
     me.keep["exchange"], me.keep["substrate"] = made, substrate
+
+
+def join(me: Me, store: str) -> None:
+    """Be in gloo's default group."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not dist.is_initialized():
+        where = dist.FileStore(store, me.world.size)
+        dist.init_process_group("gloo", store=where, rank=me.rank, world_size=me.world.size)
+
+
+class GlooGroup:
+    """`kernel.comm.exchange.group.Group`, with what NCCL demands of its arguments checked."""
+
+    def __init__(self, rank: int) -> None:
+        self.index, self.size, self.name = rank, dist.get_world_size(), "gloo"
+        self._group = dist.new_group(backend="gloo")
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        assert (out.dim(), x.dim(), out.numel()) == (1, 1, self.size * x.numel())
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        gather_into()(out, x, group=self._group)
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        if received or sent:
+            assert (sum(received), sum(sent)) == (out.shape[0], x.shape[0])
+            assert len(received) == len(sent) == self.size
+        else:
+            assert out.shape == x.shape
+            assert x.shape[0] % self.size == 0
+        dist.all_to_all_single(out, x, list(received) or None, list(sent) or None, group=self._group)
+
+
+def fetched(counts: torch.Tensor) -> Completion[Any]:
+    """The numbers, at once."""
+    done: Completion[Any] = Completion()
+    done.succeed(counts.tolist())
+    return done
 
 
 @dataclass(frozen=True)
