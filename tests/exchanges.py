@@ -18,6 +18,7 @@ from kernel.comm.exchange import pair
 from kernel.comm.exchange.gloo import GlooWire
 from kernel.comm.exchange.group import LatencyOverGroup, NormalOverGroup
 from kernel.comm.exchange.shared import SharedWire
+from kernel.comm.exchange.symm import SymmetricLatency
 from kernel.device.compat import gather_into
 from kernel.device.worker import Completion
 from kernel.exchange.shape import Shape
@@ -65,6 +66,8 @@ SUBSTRATES = (
     Substrate("gloo", 4),
     Substrate("group", 2, dtype="bfloat16", tolerance=4e-2),
     Substrate("group", 4),
+    Substrate("symmetric", 2),
+    Substrate("symmetric", 4, topk=5, dtype="bfloat16", tolerance=4e-2),
 )
 
 
@@ -88,6 +91,11 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
                 NormalOverGroup(substrate.shape, prefills, kind, fetched),
                 LatencyOverGroup(substrate.shape, decodes, kind, "cpu"),
             )
+        case "symmetric":  # torch's symmetric memory, with its two operations done by gloo
+            join(me, store)
+            normal = NormalOverGroup(substrate.shape, GlooGroup(me.rank), kind, fetched)
+            memory = GlooSymmetric(me.rank, substrate.shape)
+            made = pair.Exchange(normal, SymmetricLatency(substrate.shape, memory, kind))
         case _:
             raise ValueError(substrate.name)
     me.keep["exchange"], me.keep["substrate"] = made, substrate
@@ -126,6 +134,41 @@ class GlooGroup:
             assert out.shape == x.shape
             assert x.shape[0] % self.size == 0
         dist.all_to_all_single(out, x, list(received) or None, list(sent) or None, group=self._group)
+
+
+class GlooSymmetric:
+    """`kernel.comm.exchange.symm.Symmetric` by gathering everything: what torch documents of its two operations."""
+
+    def __init__(self, rank: int, shape: Shape) -> None:
+        self.rank, self._shape = rank, shape
+        self._group: Any = dist.new_group(backend="gloo")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else -7, dtype=dtype)
+
+    def spread(self, x: torch.Tensor, out: torch.Tensor, splits: torch.Tensor, out_splits: torch.Tensor) -> None:
+        rows, counts, at = self._all(x), self._all(splits), 0
+        for local in range(self._shape.local):
+            expert_ = self.rank * self._shape.local + local
+            for source in range(self._shape.ranks):
+                start, count = int(counts[source][:expert_].sum()), int(counts[source][expert_])
+                out[at : at + count] = rows[source][start : start + count]
+                out_splits[:, local * self._shape.ranks + source] = torch.tensor([count, at])
+                at += count
+
+    def collect(self, x: torch.Tensor, out: torch.Tensor, splits: torch.Tensor, out_splits: torch.Tensor) -> None:
+        rows, counts, at = self._all(x), self._all(splits), 0
+        for number in range(self._shape.experts):
+            owner, local = divmod(number, self._shape.local)
+            count, start = counts[owner][:, local * self._shape.ranks + self.rank].tolist()
+            out[at : at + count] = rows[owner][start : start + count]
+            out_splits[:, number] = torch.tensor([count, at])
+            at += count
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(x) for _ in range(self._shape.ranks)]
+        dist.all_gather(found, x.contiguous(), group=self._group)
+        return found
 
 
 def fetched(counts: torch.Tensor) -> Completion[Any]:

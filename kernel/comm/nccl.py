@@ -189,6 +189,14 @@ class Communicator:
         """Parts of x along dimension 0 to each member; those of each member into `out`. No sizes: equal parts."""
         self._enqueued(self._group.alltoall_base(out, x, list(received), list(sent), self._exchange))
 
+    def registered(self) -> str:
+        """The name by which torch's symmetric memory finds this group, in torch's registry from now on."""
+        from torch._C import _distributed_c10d
+
+        register: Any = _distributed_c10d
+        register._register_process_group(self.name, self._group)
+        return self.name
+
     def abort(self) -> None:
         """End it, whatever state its peers are in."""
         self.closed = True
