@@ -221,7 +221,8 @@ class Rank:
             self.ports.model.forward(step, rows), step, partial(self.ports.device.scope, Phase.P)
         )
         number = plan.activate
-        self._epoch = Epoch(number, self._p, driver, rows, sizes, partial(self._published, number), self._spawn)
+        publish = partial(self._published, number)
+        self._epoch = Epoch(number, self._p, driver, rows, sizes, publish, self._spawn, self.rank)
         self.turnstile.activate(number, self._p.program.boundaries)
         self._published(number, 0)
         if not rows:
@@ -256,12 +257,16 @@ class Rank:
 
     async def p_reached(self) -> None:
         """P stands at its permitted endpoint, has ended its enqueue, or there is none."""
+        if self._epoch is not None:
+            await self._epoch.standing()
         while not self.turnstile.at_endpoint:
             self._moved.clear()
             await self._moved.wait()
 
     async def p_enqueued(self) -> None:
         """All of P has been enqueued here; the permit must already allow it."""
+        if self._epoch is not None:
+            await self._epoch.standing()
         while self.turnstile.open and self.turnstile.snapshot.reached < self._p.program.boundaries:
             self._moved.clear()
             await self._moved.wait()
@@ -377,12 +382,13 @@ class Rank:
     async def _settle(self, upto: int) -> None:
         """Wait for a P epoch whose last segment was submitted by round `upto`: the same lag as D's, on every rank.
 
-        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for.
-        Where nothing is routed D runs on beside P, and the device is asked instead.
+        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for; an
+        expert exchange has waited for all but the last layer, whose counts are known. Where there is neither D runs on
+        beside P, and the device is asked instead.
         """
         epoch = self._epoch
         if epoch is not None and not epoch.settled and 0 <= epoch.ended_in <= upto:
-            if self._p.program.routes:
+            if self._p.program.routes or self.world.splits:
                 await self.p_drained()
             else:
                 epoch.poll()

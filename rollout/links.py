@@ -224,6 +224,18 @@ class Nccl(Communicators):
         found: Collectives = self._nccl.collectives(phase)
         return found
 
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """Over the same communicators, `nccl`, or over symmetric memory, `symm`, or of one rank."""
+        if substrate == "nccl":
+            from kernel.comm.exchange.nccl import nccl
+
+            return nccl(shape, torch_type(dtype), self._nccl)
+        if substrate == "symm":
+            from kernel.comm.exchange.symm import symm
+
+            return symm(shape, torch_type(dtype), self._nccl)
+        return super().exchange(substrate, shape, dtype)
+
     def warm(self) -> None:
         """Once each, in one global order."""
         self._nccl.warm()

@@ -17,7 +17,11 @@ import torch.distributed as dist
 
 from kernel.comm.exchange import pair
 from kernel.comm.exchange.gloo import GlooWire
+from kernel.comm.exchange.group import LatencyOverGroup, NormalOverGroup
 from kernel.comm.exchange.shared import SharedWire
+from kernel.comm.exchange.symm import SymmetricLatency
+from kernel.device.compat import gather_into
+from kernel.device.worker import Completion
 from kernel.exchange.shape import Shape
 from kernel.exchange.states import Place
 from kernel.request import Phase
@@ -63,6 +67,10 @@ SUBSTRATES = (
     Substrate("shm", 4, capacity=4096, hidden=200),
     Substrate("gloo", 2),
     Substrate("gloo", 4),
+    Substrate("group", 2, dtype="bfloat16", tolerance=4e-2),
+    Substrate("group", 4),
+    Substrate("symmetric", 2),
+    Substrate("symmetric", 4, topk=5, dtype="bfloat16", tolerance=4e-2),
 )
 
 
@@ -77,10 +85,7 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
             prefill, decode = (SharedWire(me.arena, phase, me.rank) for phase in (Phase.P, Phase.D))
             made = pair.over(substrate.shape, kind, prefill, decode)
         case "gloo":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            if not dist.is_initialized():
-                where = dist.FileStore(store, me.world.size)
-                dist.init_process_group("gloo", store=where, rank=me.rank, world_size=me.world.size)
+            join(me, store)
             made = pair.over(substrate.shape, kind, GlooWire(Phase.P), GlooWire(Phase.D))
         case "deepep":
             from kernel.comm import deep_ep
@@ -89,9 +94,98 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
             me.keep["streams"] = {phase: torch.cuda.Stream(me.rank) for phase in Phase}
             where = dist.FileStore(store, me.world.size)
             made = deep_ep.build(substrate.shape, where, me.rank, me.rank)
+        case "group":  # what NCCL's is made of, with gloo's groups in the place of NCCL's
+            join(me, store)
+            prefills, decodes = GlooGroup(me.rank), GlooGroup(me.rank)
+            made = pair.Exchange(
+                NormalOverGroup(substrate.shape, prefills, kind, fetched),
+                LatencyOverGroup(substrate.shape, decodes, kind, "cpu"),
+            )
+        case "symmetric":  # torch's symmetric memory, with its two operations done by gloo
+            join(me, store)
+            normal = NormalOverGroup(substrate.shape, GlooGroup(me.rank), kind, fetched)
+            memory = GlooSymmetric(me.rank, substrate.shape)
+            made = pair.Exchange(normal, SymmetricLatency(substrate.shape, memory, kind))
         case _:
             raise ValueError(substrate.name)
     me.keep["exchange"], me.keep["substrate"] = made, substrate
+
+
+def join(me: Me, store: str) -> None:
+    """Be in gloo's default group."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not dist.is_initialized():
+        where = dist.FileStore(store, me.world.size)
+        dist.init_process_group("gloo", store=where, rank=me.rank, world_size=me.world.size)
+
+
+class GlooGroup:
+    """`kernel.comm.exchange.group.Group`, with what NCCL demands of its arguments checked."""
+
+    def __init__(self, rank: int) -> None:
+        self.index, self.size, self.name = rank, dist.get_world_size(), "gloo"
+        self._group = dist.new_group(backend="gloo")
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        assert (out.dim(), x.dim(), out.numel()) == (1, 1, self.size * x.numel())
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        gather_into()(out, x, group=self._group)
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        if received or sent:
+            assert (sum(received), sum(sent)) == (out.shape[0], x.shape[0])
+            assert len(received) == len(sent) == self.size
+        else:
+            assert out.shape == x.shape
+            assert x.shape[0] % self.size == 0
+        dist.all_to_all_single(out, x, list(received) or None, list(sent) or None, group=self._group)
+
+
+class GlooSymmetric:
+    """`kernel.comm.exchange.symm.Symmetric` by gathering everything: what torch documents of its two operations."""
+
+    def __init__(self, rank: int, shape: Shape) -> None:
+        self.rank, self._shape = rank, shape
+        self._group: Any = dist.new_group(backend="gloo")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else -7, dtype=dtype)
+
+    def spread(self, x: torch.Tensor, out: torch.Tensor, splits: torch.Tensor, out_splits: torch.Tensor) -> None:
+        rows, counts, at = self._all(x), self._all(splits), 0
+        for local in range(self._shape.local):
+            expert_ = self.rank * self._shape.local + local
+            for source in range(self._shape.ranks):
+                start, count = int(counts[source][:expert_].sum()), int(counts[source][expert_])
+                out[at : at + count] = rows[source][start : start + count]
+                out_splits[:, local * self._shape.ranks + source] = torch.tensor([count, at])
+                at += count
+
+    def collect(self, x: torch.Tensor, out: torch.Tensor, splits: torch.Tensor, out_splits: torch.Tensor) -> None:
+        rows, counts, at = self._all(x), self._all(splits), 0
+        for number in range(self._shape.experts):
+            owner, local = divmod(number, self._shape.local)
+            count, start = counts[owner][:, local * self._shape.ranks + self.rank].tolist()
+            out[at : at + count] = rows[owner][start : start + count]
+            out_splits[:, number] = torch.tensor([count, at])
+            at += count
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(x) for _ in range(self._shape.ranks)]
+        dist.all_gather(found, x.contiguous(), group=self._group)
+        return found
+
+
+def fetched(counts: torch.Tensor) -> Completion[Any]:
+    """The numbers, at once."""
+    done: Completion[Any] = Completion()
+    done.succeed(counts.tolist())
+    return done
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 
 from kernel.comm.exchange.landing import Landing
 from kernel.comm.exchange.latency import GraphStates
-from kernel.comm.exchange.normal import arrived
+from kernel.comm.exchange.normal import value_of
 from kernel.comm.exchange.pair import Exchange
 from kernel.comm.nvshmem import QUEUE_DEPTH, Mailbox, Runtime
 from kernel.comm.peers import Peers
@@ -150,7 +150,7 @@ class DeepEpNormal:
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
-        arriving = sum(arrived(pending.event))
+        arriving = sum(value_of(pending.event))
         self._room = max(1, arriving)
         per_rank, _, per_expert, in_rank, _ = pending.layout
         experts = pending.experts

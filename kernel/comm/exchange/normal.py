@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class PendingDispatch:
-    """`kernel.ports.Pending`: what one notification promised, and all that is needed to keep the promise."""
+    """`kernel.ports.Pending`: what one notification promised, and all that is needed to keep the promise.
+
+    sources: which rows go where, in the form that the substrate needs.
+    """
 
     __slots__ = ("event", "experts", "number", "place", "sources")
 
@@ -55,7 +58,7 @@ class NormalOverWire:
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
-        self._matrix = arrived(pending.event)
+        self._matrix = value_of(pending.event)
         packed = self._packing.pack(rows, pending.experts, weights).index_select(0, pending.sources)
         came = self._wire.move(packed, self._matrix, f"dispatch of {pending.place}")
         return at_home(*self._packing.unpack(came), self._shape, self._wire.rank)
@@ -90,7 +93,7 @@ def returned(wire: Wire, results: Tensor, matrix: Matrix, label: str) -> Tensor:
     return back.view(results.dtype).view(-1, hidden)
 
 
-def arrived(event: Any) -> Any:
+def value_of(event: Any) -> Any:
     """What a completion that is done holds."""
     coroutine = event.wait()
     try:
