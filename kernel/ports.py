@@ -80,11 +80,13 @@ class Received(NamedTuple):
     P has exactly m rows, one for each row of a peer that chose an expert here, in order of peers and of their rows,
     with k = top-k. D's are as the substrate likes: like P's, or one for each (row, expert) pair with k = 1 and weights
     of 1 (then `combine` weights them at their source); padding, where shapes are fixed, has experts -1.
+    grouped: such pairs lie in equal parts, one for each expert in order, with whatever was in memory behind the last.
     """
 
     rows: Tensor
     experts: Tensor
     weights: Tensor
+    grouped: bool = False
 
 
 class Pending(Protocol):

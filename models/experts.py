@@ -26,6 +26,8 @@ from models.products import Plain, product, tiles
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kernel.ports import Received
+
 DENSE_FLOPS: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float32: 12e6, torch.bfloat16: 1e6})
 """Below this much arithmetic dense was faster (one core of an EPYC 7003, torch 2.13, 8 to 64 experts)."""
 TILE_FLOPS: Final = 40e6
@@ -50,8 +52,8 @@ class Mixture(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
 
-    def received(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
-        """The same for rows that an exchange brought; local: [n, k], experts of this rank, -1 for none."""
+    def received(self, came: Received) -> Tensor:
+        """The same for rows that an exchange brought, whose experts are this rank's, -1 for none."""
 
 
 def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -112,14 +114,14 @@ class Local:
     _total: int
     _bounds: Tensor
 
-    def received(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+    def received(self, came: Received) -> Tensor:
         """See `Mixture`. As if there were one expert more, which nobody has, for -1."""
-        if x.shape[0] == 0:
-            return torch.zeros_like(x)
+        if came.rows.shape[0] == 0:
+            return torch.zeros_like(came.rows)
         experts = self._bounds.shape[0]
         these: Any = copy(self)  # the same weights under other numbers
         these._first, these._total = 0, experts + 1
-        out: Tensor = these(x, weights, local.masked_fill(local < 0, experts))
+        out: Tensor = these(came.rows, came.weights, came.experts.masked_fill(came.experts < 0, experts))
         return out
 
 
@@ -150,6 +152,14 @@ class Experts(Local):
         """The only expert, of every row with weight 1: a gated MLP. [n, hidden] -> [n, hidden]."""
         gate, value = self._up_of(x).chunk(2, dim=-1)
         return self._down_of(F.silu(gate).mul_(value))
+
+    def received(self, came: Received) -> Tensor:
+        """See `Mixture`. Rows that lie by expert are multiplied where they lie: nothing is sorted or copied."""
+        if not came.grouped:
+            return super().received(came)
+        both = torch.bmm(came.rows.view(self._experts, -1, came.rows.shape[1]), self._up)
+        inner = gated(both.view(-1, 2 * self._columns), came.weights.flatten(), self._fused)
+        return torch.bmm(inner.view(self._experts, -1, self._columns), self._down).flatten(0, 1)
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""

@@ -181,7 +181,7 @@ class Qwen3Moe:
         step.notify(index, chosen)
         await step.notified(index)
         came = step.dispatch(index, x, weights)
-        results = self._experts[index].received(came.rows, came.weights, came.experts)
+        results = self._experts[index].received(came)
         await step.inner(index)
         hidden: Tensor = step.join(index, own + step.combine(index, results))
         return hidden

@@ -225,7 +225,13 @@ class Nccl(Communicators):
         return found
 
     def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
-        """Over the same communicators, `nccl`, or over symmetric memory, `symm`, or of one rank."""
+        """By DeepEP, `deepep`; over the same communicators, `nccl`; over symmetric memory, `symm`; or of one rank."""
+        if substrate == "deepep":
+            from kernel.comm import deep_ep
+            from kernel.exchange.deep_ep import NUM_SMS
+
+            sms = self._options["exchange_sms"] or NUM_SMS
+            return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=sms, nccl=self._nccl.ctas)
         if substrate == "nccl":
             from kernel.comm.exchange.nccl import nccl
 
@@ -239,16 +245,6 @@ class Nccl(Communicators):
     def warm(self) -> None:
         """Once each, in one global order."""
         self._nccl.warm()
-
-    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
-        """By DeepEP, `deepep`, or of one rank."""
-        if substrate != "deepep":
-            return super().exchange(substrate, shape, dtype)
-        from kernel.comm import deep_ep
-        from kernel.exchange.deep_ep import NUM_SMS
-
-        sms = self._options["exchange_sms"] or NUM_SMS
-        return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=sms, nccl=self._nccl.ctas)
 
     def close(self) -> None:
         """Abort what the device has not closed already; returns after 10 s at the latest."""

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from kernel.comm.exchange.landing import Landing
 from kernel.comm.exchange.latency import GraphStates
+from kernel.comm.exchange.nccl import CountsFetch
 from kernel.comm.exchange.normal import value_of
 from kernel.comm.exchange.pair import Exchange
 from kernel.comm.nvshmem import QUEUE_DEPTH, Mailbox, Runtime
@@ -31,11 +31,11 @@ from kernel.exchange.choose import INSTALL
 from kernel.exchange.shape import agree
 from kernel.exchange.states import LowLatency, Normal, Place
 from kernel.ports import Received
-from kernel.request import Phase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernel.comm.exchange.wire import Matrix
     from kernel.exchange.shape import Shape
     from kernel.ports import Event
 
@@ -96,7 +96,7 @@ class PendingDispatch:
     __slots__ = ("event", "experts", "layout", "number", "place", "rows")
 
     def __init__(
-        self, number: int, place: Place, rows: int, experts: Tensor, layout: Any, event: Event[list[int]]
+        self, number: int, place: Place, rows: int, experts: Tensor, layout: Any, event: Event[Matrix]
     ) -> None:
         self.number, self.place, self.rows = number, place, rows
         self.experts, self.layout, self.event = experts, layout, event
@@ -120,7 +120,7 @@ class DeepEpNormal:
         """DeepEP's own; None once closed."""
         self.states = Normal(peers.rank, shape.prefill_rows)
         self._mailbox = Mailbox(runtime)
-        self._landing = Landing(peers.rank, Phase.P, runtime.index, shape.ranks)
+        self._fetch = CountsFetch(peers.rank, torch.device("cuda", runtime.index))
         stream: Any = torch.cuda.Stream
         self._side = stream(runtime.index)
         """Where counts wait for their peers: P's stream does not."""
@@ -137,8 +137,7 @@ class DeepEpNormal:
         layout = self.buffer.get_dispatch_layout(experts, self._shape.experts)
         self._side.wait_stream(torch.cuda.current_stream(self._index))
         with torch.cuda.stream(self._side):
-            words = self._mailbox.post(layout[0], self._side)
-            event = self._landing.fetch(words, self._mailbox.counts, f"notify of {place}")
+            event = self._fetch(self._mailbox.post(layout[0], self._side))
         layout[0].record_stream(self._side)
         self._last = PendingDispatch(number, place, count, experts, layout, event)
         return self._last
@@ -150,7 +149,7 @@ class DeepEpNormal:
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
-        arriving = sum(value_of(pending.event))
+        arriving = sum(self._mailbox.counts(value_of(pending.event)))
         self._room = max(1, arriving)
         per_rank, _, per_expert, in_rank, _ = pending.layout
         experts = pending.experts
@@ -190,7 +189,7 @@ class DeepEpNormal:
 
     def close(self) -> None:
         """See the port. Peers take part: the buffer goes when all of them let go."""
-        self._landing.close()
+        self._fetch.close()
         if self.buffer is not None:
             torch.cuda.set_device(self._index)  # of this thread: closing has one of its own
             buffer, self.buffer = self.buffer, None
@@ -240,7 +239,7 @@ class DeepEpLowLatency(GraphStates):
         taken = torch.where(self._places < counts.unsqueeze(1), self._numbers, -1).view(-1, 1)
         if shape.fp8:
             came = _whole(*came)
-        return Received(came.view(-1, shape.hidden), taken, self._ones)
+        return Received(came.view(-1, shape.hidden), taken, self._ones, grouped=True)
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
         """See the port."""
