@@ -59,7 +59,7 @@ class Driver(Generic[R]):
                 if not isinstance(request, Suspend):
                     raise ModelError(
                         f"{self._line()} awaits {type(request).__name__}: model code may await only"
-                        " step.boundary(i), step.inner(i) and step.ready(handle)"
+                        " step.boundary(i), step.notified(i), step.inner(i) and step.ready(handle)"
                     )
                 if request.event is not None:
                     if self._step.phase is Phase.D:
@@ -80,6 +80,10 @@ class Driver(Generic[R]):
         self.advance(_END)
         assert self.result is not None
         return self.result
+
+    def stands(self, end: int) -> bool:
+        """Whether its host code has got to boundary `end`, or to its end."""
+        return self.finished or self._at >= end
 
     def resume(self, value: Any, end: int) -> bool:
         """Go on after `waiting` is done, with its value."""

@@ -2,6 +2,9 @@
 
     TurnstileError
     ├── UsageError               unusable input: exit code 2
+    │   ├── PackageMissing       a package that the chosen expert exchange needs is not installed
+    │   ├── VersionMismatch      a package's version does not fit the others
+    │   └── PeersDiffer          ranks built an expert exchange of different shapes
     ├── ProtocolError            the turnstile's rules were broken (rank, epoch, boundary)
     │   ├── StaleEpoch           an epoch older than the newest one was named
     │   ├── DuplicateEpoch       an epoch was activated while it, or another one, is open
@@ -12,6 +15,17 @@
     ├── OrderViolation           a collective was enqueued out of key order
     ├── PolicyError              a policy's own code raised (rank, round, file and line)
     ├── ModelError               model code awaited, skipped or reordered something it must not
+    ├── ExchangeError            an expert exchange was used against its states (rank, epoch, layer)
+    │   ├── DispatchPending      a second P dispatch while one is pending on the buffer
+    │   ├── NotNotified          data submitted before the notification, or before its counts are there
+    │   ├── NotPermitted         data submitted before the turnstile's permit
+    │   ├── NotDispatched        a combine without a dispatch
+    │   ├── BufferRetired        a buffer used after an operation was abandoned on it, before the quiescent point
+    │   ├── NotQuiescent         a retired buffer cleaned while something of it is in flight
+    │   ├── RowLimit             more rows than the exchange was built for
+    │   ├── RowsChanged          another row limit than the one that fixes the buffer's layout
+    │   ├── OddGraph             an odd number of low-latency operations in a graph, or between two replays
+    │   └── StillHeld            state destroyed while a phase or a captured graph can reach it
     ├── LeaseExpired             a prefill result outlived the request that asked for it
     ├── HangFound                the live check found that the run hangs, and ended it
     ├── DeviceFault              a GPU ran out of memory, or reported an error (rank, phase, submission)
@@ -29,6 +43,18 @@ class TurnstileError(Exception):
 
 class UsageError(TurnstileError):
     """Input that cannot be used; the command ends with exit code 2."""
+
+
+class PackageMissing(UsageError):
+    """A package that the chosen expert exchange needs is not installed."""
+
+
+class VersionMismatch(UsageError):
+    """A package's version does not fit the others."""
+
+
+class PeersDiffer(UsageError):
+    """Ranks built an expert exchange of different shapes."""
 
 
 class HangFound(TurnstileError):
@@ -88,6 +114,57 @@ class PolicyError(TurnstileError):
 
 class ModelError(TurnstileError):
     """Model code awaited, skipped or reordered something it must not."""
+
+
+class ExchangeError(TurnstileError):
+    """An expert exchange was used against its states.
+
+    The message always names rank, epoch (of D: its round) and layer, and says what to do.
+    """
+
+    def __init__(self, what: str, *, rank: int, epoch: int, layer: int, instead: str) -> None:
+        super().__init__(f"{what} (rank {rank}, epoch {epoch}, layer {layer}): {instead}")
+        self.rank, self.epoch, self.layer = rank, epoch, layer
+
+
+class DispatchPending(ExchangeError):
+    """A second P dispatch while one is pending on the buffer."""
+
+
+class NotNotified(ExchangeError):
+    """Data submitted before the notification, or before its counts are there."""
+
+
+class NotPermitted(ExchangeError):
+    """Data submitted before the turnstile's permit."""
+
+
+class NotDispatched(ExchangeError):
+    """A combine without a dispatch."""
+
+
+class BufferRetired(ExchangeError):
+    """A buffer used after an operation was abandoned on it, before the quiescent point."""
+
+
+class NotQuiescent(ExchangeError):
+    """A retired buffer cleaned while something of it is in flight."""
+
+
+class RowLimit(ExchangeError):
+    """More rows than the exchange was built for."""
+
+
+class RowsChanged(ExchangeError):
+    """Another row limit than the one that fixes the buffer's layout."""
+
+
+class OddGraph(ExchangeError):
+    """An odd number of low-latency operations in a graph, or between two replays."""
+
+
+class StillHeld(ExchangeError):
+    """State destroyed while a phase or a captured graph can reach it."""
 
 
 class LeaseExpired(TurnstileError):

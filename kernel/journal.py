@@ -162,6 +162,12 @@ class Journal:
                 self._name(call)
         self._collective(Kind.FINISH if finished else Kind.START, key, call, self._started[key], size)
 
+    def splits(self, phase: Phase, call: Call, rows: Sequence[int]) -> None:
+        """The rows that each member will receive in `call`, the next one of its communicator to start."""
+        key = (phase, call.role)
+        if phase not in self._abandoned:
+            self._recorder.sizes(self._group(key), self._started.get(key, 0) + 1, rows)
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _wait(self, owner: str, leaves: bool, text: str, a: int) -> None:
@@ -175,9 +181,7 @@ class Journal:
     def _collective(self, kind: Kind, key: _Key, call: Call, sequence: int, size: int) -> None:
         phase = key[0]
         stream = Phase.D if call.routed else phase
-        group, site, op = self._groups.get(key), self._sites.get(call), self._ops.get(call)
-        if group is None:
-            group = self._groups[key] = self._recorder.group(group_name(*key))
+        group, site, op = self._group(key), self._sites.get(call), self._ops.get(call)
         if site is None:
             where = call.site if call.layer < 0 else f"{call.site} {call.layer}"
             line = self._lines.get(call)
@@ -185,6 +189,12 @@ class Journal:
         if op is None:
             op = self._ops[call] = self._recorder.site(call.op)
         self._event(kind, phase, stream, group, sequence, self.round, self.epoch, size, op, site)
+
+    def _group(self, key: _Key) -> int:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = self._recorder.group(group_name(*key))
+        return group
 
     def _name(self, call: Call) -> None:
         """Find the model's line that runs `call`, once: the first frame outside the kernel."""

@@ -1,4 +1,4 @@
-"""What the kernel asks of a world: streams, collectives, a route, a rendezvous, a clock, a model. Protocols only.
+"""What the kernel asks of a world: streams, collectives, an expert exchange, a rendezvous, a model. Protocols only.
 
 Three worlds plug in here (simulated, CPU, CUDA); the kernel, the policies and the models are the same in all of them.
 Tensors are opaque: the kernel passes them on and never looks inside.
@@ -6,12 +6,13 @@ Tensors are opaque: the kernel passes them on and never looks inside.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from contextlib import AbstractContextManager
 
+    from kernel.exchange.states import Place
     from kernel.program import Call
     from kernel.request import Phase, Row, Sampled
     from kernel.topology import Role
@@ -71,6 +72,115 @@ class Collectives(Protocol):
         """Release buffers. Idempotent."""
 
 
+class Received(NamedTuple):
+    """Rows that peers sent to this rank's experts.
+
+    rows: [m, hidden]. experts: [m, k] int64, this rank's experts 0 .. local-1 that the row is for, -1 for none.
+    weights: [m, k], of the row's result from each (undefined where experts is -1).
+    P has exactly m rows, one for each row of a peer that chose an expert here, in order of peers and of their rows,
+    with k = top-k. D's are as the substrate likes: like P's, or one for each (row, expert) pair with k = 1 and weights
+    of 1 (then `combine` weights them at their source); padding, where shapes are fixed, has experts -1.
+    grouped: such pairs lie in equal parts, one for each expert in order, with whatever was in memory behind the last.
+    """
+
+    rows: Tensor
+    experts: Tensor
+    weights: Tensor
+    grouped: bool = False
+
+
+class Pending(Protocol):
+    """A P dispatch between its notification and its data."""
+
+    @property
+    def event(self) -> Event[Any]:
+        """Done when the counts of all peers are here; await it through `step.ready`. Raises what went wrong.
+
+        Its value: rows from each rank (first) to each rank (second), or None where a substrate keeps them to itself.
+        """
+
+
+class NormalExchange(Protocol):
+    """P's expert exchange: exact sizes, split behind its notification. The states are `kernel.exchange.states.Normal`.
+
+    All but `abandon`, `quiesce` and `close` are called from P's work, in stream order. All peers call alike, with no
+    rows too. A row's experts are distinct, or -1 for none (a padding row, or part of an idle rank, has -1 only).
+    """
+
+    def notify(self, place: Place, experts: Tensor) -> Pending:
+        """Tell peers how many rows will come; blocks neither loop nor stream, nor holds the interpreter's lock.
+
+        experts: [n, k] int64, global. Raises DispatchPending, BufferRetired, RowLimit.
+        """
+
+    def permit(self, pending: Any) -> None:
+        """The turnstile lets P pass the boundary behind this notification; `kernel.step` calls it there.
+
+        pending: what `notify` returned.
+        """
+
+    def submit(self, pending: Any, rows: Tensor, weights: Tensor) -> Received:
+        """Move the data: rows [n, hidden], weights [n, k]. Raises NotNotified, NotPermitted, BufferRetired."""
+
+    def combine(self, place: Place, results: Tensor) -> Tensor:
+        """Return the results of `submit`'s rows, weighted and summed over local experts; own rows' sums [n, hidden].
+
+        Raises NotDispatched, BufferRetired.
+        """
+
+    def abandon(self, why: str) -> bool:
+        """Give up what is pending: the buffer is retired. Whether it is retired now."""
+
+    def quiesce(self) -> None:
+        """A point that the plan fixes for all ranks, with no P in flight: a retired buffer may be used again.
+
+        Raises NotQuiescent.
+        """
+
+    def close(self) -> None:
+        """Make calls in progress, and later ones, raise RankLost, and let go of the buffer. Idempotent."""
+
+
+class LowLatencyExchange(Protocol):
+    """D's expert exchange: a fixed number of rows a rank, no host wait. See `kernel.exchange.states.LowLatency`."""
+
+    def dispatch(self, place: Place, rows: Tensor, experts: Tensor, weights: Tensor) -> Received:
+        """Send rows [n, hidden] to their experts [n, k] (-1 for none), n at most the fixed number.
+
+        weights [n, k] stay here, for `combine`. Raises DispatchPending, RowLimit.
+        """
+
+    def combine(self, place: Place, results: Tensor) -> Tensor:
+        """Return the results of `dispatch`'s rows; own rows' weighted sums [n, hidden]. Raises NotDispatched."""
+
+    def capture(self, name: str) -> AbstractContextManager[Any]:
+        """Around a graph's capture: gives the hold, which `replayed` and `dropped` name. Raises OddGraph at its end."""
+
+    def replayed(self, hold: Any) -> None:
+        """A captured graph is launched. Raises OddGraph, StillHeld."""
+
+    def dropped(self, hold: Any) -> None:
+        """A captured graph is gone. Idempotent."""
+
+    def close(self) -> None:
+        """As P's. Raises StillHeld while a graph holds pointers into the buffer. Idempotent."""
+
+
+class ExpertExchange(Protocol):
+    """Both phases' exchanges of one rank. They share initialisation and topology, and nothing that a kernel changes."""
+
+    @property
+    def normal(self) -> NormalExchange:
+        """P's."""
+
+    @property
+    def low_latency(self) -> LowLatencyExchange:
+        """D's."""
+
+    def close(self) -> None:
+        """Close both, then what they share. Raises StillHeld. Idempotent."""
+
+
 class Layout(Protocol):
     """The few local row operations that collectives need around them. Rows are dimension 0."""
 
@@ -99,6 +209,10 @@ class Device(Protocol):
 
     def collectives(self, phase: Phase) -> Collectives:
         """The communicators that `phase` owns."""
+
+    @property
+    def expert_exchange(self) -> ExpertExchange | None:
+        """The expert exchange; None where experts are reached by collectives. Owned, closed with the device."""
 
     def scope(self, phase: Phase) -> AbstractContextManager[None]:
         """Inference mode, current stream and autocast, entered around every advance of model code."""
@@ -134,6 +248,8 @@ class Step(Protocol):
 
     @property
     def alone(self) -> bool: ...
+    @property
+    def exchanges(self) -> bool: ...
     def boundary(self, layer: int) -> Any: ...
     def inner(self, layer: int) -> Any: ...
     def ready(self, handle: Event[T]) -> Any: ...
@@ -141,6 +257,13 @@ class Step(Protocol):
     def gather(self, layer: int, partial: Tensor) -> Tensor: ...
     def own(self, full: Tensor) -> Tensor: ...
     def scatter(self, layer: int, partial: Tensor) -> Tensor: ...
+    def share(self, layer: int, partial: Tensor) -> Tensor: ...
+    def part(self, own: Tensor) -> Tensor: ...
+    def notify(self, layer: int, experts: Tensor) -> None: ...
+    def notified(self, layer: int) -> Any: ...
+    def dispatch(self, layer: int, rows: Tensor, weights: Tensor) -> Received: ...
+    def combine(self, layer: int, results: Tensor) -> Tensor: ...
+    def join(self, layer: int, share: Tensor) -> Tensor: ...
     def head(self, shard: Tensor) -> Tensor: ...
 
 
@@ -152,10 +275,10 @@ class Model(Protocol):
     def forward(self, step: Step, rows: Sequence[Row]) -> Coroutine[Any, Any, Sequence[Sampled | None]]:
         """One forward of `rows` (none on an idle rank), as an `async def` that a driver advances.
 
-        It awaits only `step.boundary(i)` and `step.inner(i)` for i = 0 .. layers-1, and `step.ready(handle)`. Writes
-        the fed tokens' KV into the rows' blocks, leaves each drawn token in the row's slot, and returns what it drew,
-        row by row. Where
-        work is only enqueued the numbers are there, and may be looked at, once the submission's event is done.
+        It awaits only `step.boundary(i)`, `step.notified(i)` and `step.inner(i)` for i = 0 .. layers-1, and
+        `step.ready(handle)`. Writes the fed tokens' KV into the rows' blocks, leaves each drawn token in the row's
+        slot, and returns what it drew, row by row. Where work is only enqueued the numbers are there, and may be looked
+        at, once the submission's event is done.
         """
 
     def reload(self, path: str) -> None:

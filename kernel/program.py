@@ -13,6 +13,17 @@ partial sums into a replica's own rows. Safe boundary 0 stands before `embed`, b
 [i, j) runs from boundary i to boundary j, and the last one to the end. So the attention of layer j is computed inside
 [i, j), after that segment's last collective, where decode overlaps with it. In a world that cuts sublayers boundary 2i
 stands before `gather i` and 2i+1 before `scatter i`, and decode overlaps with the experts in the same way.
+
+With an expert exchange a layer has three sites:
+
+    embed   gather 0   dispatch 0   scatter 0   gather 1   ...   scatter L-1   head
+
+`gather i` sums the attention's parts, gives each rank of the replica its share of the rows and, in prefill, notifies
+peers; `dispatch i` moves the rows to their experts; `scatter i` brings the sums back and, where several ranks share the
+replica's attention, joins their rows. Boundary 0 stands before `embed` and boundary i+1 between `gather i` and
+`dispatch i`: behind the notification, before any data (paper section 5), so there are L+1 of them. It is published when
+the counts of all peers are there. In a world that cuts sublayers boundary 2i+1 stands there, and 2i+2 before
+`scatter i`.
 """
 
 from __future__ import annotations
@@ -47,11 +58,13 @@ class Site(StrEnum):
 
     EMBED = "embed"
     GATHER = "gather"
+    DISPATCH = "dispatch"
     SCATTER = "scatter"
     HEAD = "head"
 
 
-EXCHANGES = ("none", "deepep")
+EXCHANGING = (Op.NOTIFY, Op.DISPATCH, Op.COMBINE)
+"""Operations of an expert exchange, which are never routed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +104,10 @@ class Calls(tuple[Call, ...]):
 Step = tuple[Op, Role]
 
 
-def _layer(world: World, exchange: str, phase: Phase, layer: int, last: bool) -> tuple[list[Step], list[Step]]:
+def _layer(world: World, phase: Phase) -> tuple[list[Step], list[Step]]:
     """(gather, scatter) of one sparse layer, before roles of one member are dropped."""
     g, d, e, a = world.size, world.adp, world.ep, world.atp
     ar, ag, rs = Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER
-    if exchange == "deepep" and d > 1:
-        split = [(Op.NOTIFY, Role.EP)] if phase is Phase.P else []
-        head: list[Step] = [(ag, Role.ATP)] if layer > 0 else []
-        return (
-            [*head, (rs, Role.ATP), *split, (Op.DISPATCH, Role.EP)],
-            [(Op.COMBINE, Role.EP), *([(ag, Role.ATP)] if last else [])],
-        )
     partial_experts: list[Step] = [(ar, Role.EP), (ar, Role.ETP)] if 1 < e < g else [(ar, Role.TP)]
     if d == 1:
         return [(ar, Role.TP)], partial_experts
@@ -115,6 +121,18 @@ def _layer(world: World, exchange: str, phase: Phase, layer: int, last: bool) ->
     return [(rs, Role.ATP), (ag, Role.TP)], [(rs, Role.TP), (ag, Role.ATP)]
 
 
+def _exchange(phase: Phase) -> list[tuple[Site, Step]]:
+    """One sparse layer with an expert exchange, before roles of one member are dropped."""
+    split = [(Site.GATHER, (Op.NOTIFY, Role.EP))] if phase is Phase.P else []
+    return [
+        (Site.GATHER, (Op.REDUCE_SCATTER, Role.ATP)),
+        *split,
+        (Site.DISPATCH, (Op.DISPATCH, Role.EP)),
+        (Site.SCATTER, (Op.COMBINE, Role.EP)),
+        (Site.SCATTER, (Op.ALL_GATHER, Role.ATP)),
+    ]
+
+
 @dataclass(frozen=True)
 class Program:
     """All collectives of one forward of `layers` sparse layers of a phase."""
@@ -122,11 +140,8 @@ class Program:
     world: World
     phase: Phase
     layers: int
-    exchange: str = "none"
 
     def __post_init__(self) -> None:
-        if self.exchange not in EXCHANGES:
-            raise UsageError(f"exchange {self.exchange!r}: choose one of {', '.join(EXCHANGES)}")
         if self.layers < 1:
             raise UsageError(f"a model of {self.layers} layers has no boundaries; at least one layer is needed")
 
@@ -146,7 +161,7 @@ class Program:
     @property
     def boundaries(self) -> int:
         """Safe boundaries 0 .. boundaries-1; a permit of this value lets the epoch end."""
-        return self.layers * self.world.cuts
+        return self.world.boundaries(self.layers)
 
     def at(self, site: Site, layer: int = -1) -> tuple[Call, ...]:
         """The collectives of one site."""
@@ -160,6 +175,12 @@ class Program:
             self._segments[start, end] = known
         return known
 
+    def counts(self, start: int, end: int) -> bool:
+        """Whether segment [start, end) notifies peers, and so stands at its end only when their counts are there."""
+        first = -(-start // self.world.cuts)
+        last = min(self.layers, -(-end // self.world.cuts))
+        return self.phase is Phase.P and self.world.splits and first < last
+
     @cached_property
     def routes(self) -> bool:
         """Whether any of its collectives runs on D's launch stream."""
@@ -171,14 +192,17 @@ class Program:
         return tuple(call for call in self.calls if self._crosses(call.role))
 
     def _boundary_before(self, call: Call) -> int:
+        cuts = self.world.cuts
         match call.site:
             case Site.EMBED:
                 return 0
             case Site.HEAD:
                 return self.boundaries - 1
+            case Site.DISPATCH:
+                return call.layer * cuts + 1
             case Site.SCATTER:
-                return call.layer * self.world.cuts + self.world.cuts - 1
-        return call.layer * self.world.cuts
+                return call.layer * cuts + cuts - 1 + self.world.splits
+        return call.layer * cuts
 
     @cached_property
     def _segments(self) -> dict[tuple[int, int], Calls]:
@@ -195,7 +219,10 @@ class Program:
     def _steps(self) -> Iterator[tuple[Site, int, Op, Role]]:
         plain: list[tuple[Site, int, Step]] = [(Site.EMBED, -1, (Op.ALL_REDUCE, Role.ATP))]
         for layer in range(self.layers):
-            gather, scatter = _layer(self.world, self.exchange, self.phase, layer, layer == self.layers - 1)
+            if self.world.splits:
+                plain += [(site, layer, step) for site, step in _exchange(self.phase)]
+                continue
+            gather, scatter = _layer(self.world, self.phase)
             plain += [(Site.GATHER, layer, step) for step in gather]
             plain += [(Site.SCATTER, layer, step) for step in scatter]
         plain.append((Site.HEAD, -1, (Op.ALL_GATHER, Role.ATP)))
@@ -206,7 +233,7 @@ class Program:
 
     def _routed(self, op: Op, role: Role) -> bool:
         # DeepEP's kernels are never routed: its two phases get SM budgets instead (paper section 5).
-        if self.phase is not Phase.P or self.world.route == "none" or op in (Op.NOTIFY, Op.DISPATCH, Op.COMBINE):
+        if self.phase is not Phase.P or self.world.route == "none" or op in EXCHANGING:
             return False
         if self.world.route in ("paper", "auto"):
             return op is Op.ALL_REDUCE and role is Role.TP
@@ -216,7 +243,7 @@ class Program:
         if self.phase is not Phase.P:
             return False
         groups = self.world.groups
-        decode = {r for _, _, _, r in Program(self.world, Phase.D, 1, self.exchange)._steps()}
+        decode = {r for _, _, _, r in Program(self.world, Phase.D, 1)._steps()}
         return any(
             len(set(mine) & set(theirs)) >= 2 for other in decode for mine in groups[role] for theirs in groups[other]
         )

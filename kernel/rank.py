@@ -230,38 +230,59 @@ class Rank:
     def _activate(self, plan: Plan) -> None:
         rows = self._replica.begin(plan.prefill[self._replica.index], plan.round)
         sizes = tuple(sum(chunk.tokens for chunk in chunks) for chunks in plan.prefill)
-        step = self._step(self._p, sizes, sum(row.fed for row in rows))
+        if self._p.normal is not None:
+            self._p.normal.quiesce()  # the plan found every rank's last epoch complete: nothing of P is in flight
+        step = self._step(self._p, sizes, sum(row.fed for row in rows), plan.activate)
         driver: Driver[Sequence[Sampled | None]] = Driver(
             self.ports.model.forward(step, rows), step, self._scopes[Phase.P]
         )
         number = plan.activate
-        self._epoch = Epoch(number, self._p, driver, rows, sizes, partial(self._published, number), self._spawn)
+        publish = partial(self._published, number)
+        self._epoch = Epoch(number, self._p, driver, rows, sizes, publish, self._spawn, self.rank)
         self.turnstile.activate(number, self._p.program.boundaries)
         self._published(number, 0)
         if not rows:
             self._journal.no_work(Phase.P, f"P e{number}")
 
-    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int) -> Step:
+    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int, number: int) -> Step:
         journal, phase, size = self._journal, state.phase, sum(sizes)
 
         def watch(call: Call, finished: bool) -> None:
             journal.collective(phase, call, size, finished)
 
-        seen = watch if self.ports.device.deferred and state.program.calls else None
+        def splits(call: Call, rows: Sequence[int]) -> None:
+            journal.splits(phase, call, rows)
+
+        deferred = self.ports.device.deferred and bool(state.program.calls)
         return Step(
-            state.program, self.rank, sizes, live, state.collectives, self.ports.device.layout, state.route, seen
+            state.program,
+            self.rank,
+            sizes,
+            live,
+            state.collectives,
+            self.ports.device.layout,
+            state.route,
+            watch if deferred else None,
+            normal=state.normal,
+            low_latency=state.low_latency,
+            number=number,
+            splits=splits if deferred else None,
         )
 
     # -- what a gate may do -------------------------------------------------------------------------------------
 
     async def p_reached(self) -> None:
         """P stands at its permitted endpoint, has ended its enqueue, or there is none."""
+        if self._epoch is not None:
+            await self._epoch.standing()
         while not self.turnstile.at_endpoint:
             self._moved.clear()
             await self._moved.wait()
 
     async def p_enqueued(self) -> None:
         """All of P has been enqueued here; the permit must already allow it."""
+        if self._epoch is not None:
+            await self._epoch.standing()
         while self.turnstile.open and self.turnstile.snapshot.reached < self._p.program.boundaries:
             self._moved.clear()
             await self._moved.wait()
@@ -285,7 +306,7 @@ class Rank:
         plan, rows = self._plan, [row for _, row in self._rows]
         sizes = (plan.bucket,) * self.world.adp
         label = f"D {plan.round}"
-        step = self._step(self._d, sizes, len(rows))
+        step = self._step(self._d, sizes, len(rows), plan.round)
         driver: Driver[Sequence[Sampled | None]] = Driver(
             self.ports.model.forward(step, rows), step, self._scopes[Phase.D]
         )
@@ -381,12 +402,13 @@ class Rank:
     async def _settle(self, upto: int) -> None:
         """Wait for a P epoch whose last segment was submitted by round `upto`: the same lag as D's, on every rank.
 
-        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for.
-        Where nothing is routed D runs on beside P, and the device is asked instead.
+        Its routed collectives stand before the next D iteration in D's stream, so there is little left to wait for; an
+        expert exchange has waited for all but the last layer, whose counts are known. Where there is neither D runs on
+        beside P, and the device is asked instead.
         """
         epoch = self._epoch
         if epoch is not None and not epoch.settled and 0 <= epoch.ended_in <= upto:
-            if self._p.program.routes:
+            if self._p.program.routes or self.world.splits:
                 await self.p_drained()
             else:
                 epoch.poll()

@@ -31,6 +31,7 @@ class Role(StrEnum):
 GATHERS = ("flat", "cross")
 ROUTES = ("auto", "paper", "all", "none")
 CUTS = ("layer", "sublayer")
+EXCHANGES = ("none", "split")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class World:
     collectives run on decode's launch stream (`kernel.program`): `paper` the full-TP all-reduce, `all` the whole
     registered set, `none` nothing, `auto` what the policy wants (`paper`, except under `unordered`). cut: where prefill
     has safe boundaries: `layer` one before each layer's first collectives (the paper's), `sublayer` another one before
-    those behind its experts, so that decode can pass either half of a layer's computation.
+    those behind its experts, so that decode can pass either half of a layer's computation. exchange: how rows reach
+    experts of other ranks: `none` by the collectives above, `split` by an expert exchange whose P dispatch is split
+    behind its notification (`kernel.exchange`; with adp above 1, as each rank has all rows otherwise).
     Raises UsageError when a width does not divide the size.
     """
 
@@ -52,6 +55,7 @@ class World:
     gather: str = "cross"
     route: str = "auto"
     cut: str = "layer"
+    exchange: str = "none"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -66,6 +70,8 @@ class World:
             raise UsageError(f"--route {self.route}: choose one of {', '.join(ROUTES)}")
         if self.cut not in CUTS:
             raise UsageError(f"--cut {self.cut}: choose one of {', '.join(CUTS)}")
+        if self.exchange not in EXCHANGES:
+            raise UsageError(f"exchange {self.exchange!r}: choose one of {', '.join(EXCHANGES)}")
 
     @property
     def atp(self) -> int:
@@ -81,6 +87,19 @@ class World:
     def cuts(self) -> int:
         """Safe boundaries of one layer of prefill."""
         return 1 + CUTS.index(self.cut)
+
+    @property
+    def splits(self) -> bool:
+        """Whether rows travel by an expert exchange."""
+        return self.exchange == "split" and (self.adp > 1 or self.size == 1)
+
+    def boundaries(self, layers: int) -> int:
+        """Safe boundaries of a prefill of `layers` layers, 0 .. boundaries-1; see `kernel.program`."""
+        return layers * self.cuts + self.splits
+
+    def layers(self, boundaries: int) -> int:
+        """The inverse of `boundaries`."""
+        return (boundaries - self.splits) // self.cuts
 
     @cached_property
     def groups(self) -> dict[Role, tuple[tuple[int, ...], ...]]:
@@ -124,4 +143,5 @@ class World:
 
     def __str__(self) -> str:
         cut = "" if self.cut == "layer" else f" cut={self.cut}"
-        return f"g{self.size} adp{self.adp} ep{self.ep} {self.gather} route={self.route}{cut}"
+        exchange = " exchange" if self.splits else ""
+        return f"g{self.size} adp{self.adp} ep{self.ep} {self.gather} route={self.route}{cut}{exchange}"

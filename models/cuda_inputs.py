@@ -183,6 +183,11 @@ class StaticInputs:
         """See `models.inputs.Inputs`."""
         return self._source.slots.index_select(0, self._tensors["slots"])
 
+    @property
+    def padding(self) -> Tensor:
+        """Which rows are not live: bool [bucket]. Live rows own a slot, the others share the scratch slot."""
+        return self._tensors["slots"] == self._slot
+
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `models.inputs.Inputs`."""
         if self._plan is not None:

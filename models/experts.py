@@ -12,8 +12,9 @@ torch's grouped product of other types reads the group ends back and waits for t
 
 from __future__ import annotations
 
+from copy import copy
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from models.products import Plain, product, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kernel.ports import Received
 
 DENSE_FLOPS: Final[Mapping[torch.dtype, float]] = MappingProxyType({torch.float32: 12e6, torch.bfloat16: 1e6})
 """Below this much arithmetic dense was faster (one core of an EPYC 7003, torch 2.13, 8 to 64 experts)."""
@@ -48,6 +51,9 @@ class Mixture(Protocol):
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""
+
+    def received(self, came: Received) -> Tensor:
+        """The same for rows that an exchange brought, whose experts are this rank's, -1 for none."""
 
 
 def route(x: Tensor, router: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -101,7 +107,25 @@ class Order:
         return found.sum(1)
 
 
-class Experts:
+class Local:
+    """The part of a `Mixture` that takes rows from an exchange, over its `__call__`."""
+
+    _first: int
+    _total: int
+    _bounds: Tensor
+
+    def received(self, came: Received) -> Tensor:
+        """See `Mixture`. As if there were one expert more, which nobody has, for -1."""
+        if came.rows.shape[0] == 0:
+            return torch.zeros_like(came.rows)
+        experts = self._bounds.shape[0]
+        these: Any = copy(self)  # the same weights under other numbers
+        these._first, these._total = 0, experts + 1
+        out: Tensor = these(came.rows, came.weights, came.experts.masked_fill(came.experts < 0, experts))
+        return out
+
+
+class Experts(Local):
     """The local experts first .. first+E-1 out of `total`.
 
     up: [E, 2I, hidden], gate rows then up rows of each. down: [E, I, hidden], down_proj transposed.
@@ -128,6 +152,14 @@ class Experts:
         """The only expert, of every row with weight 1: a gated MLP. [n, hidden] -> [n, hidden]."""
         gate, value = self._up_of(x).chunk(2, dim=-1)
         return self._down_of(F.silu(gate).mul_(value))
+
+    def received(self, came: Received) -> Tensor:
+        """See `Mixture`. Rows that lie by expert are multiplied where they lie: nothing is sorted or copied."""
+        if not came.grouped:
+            return super().received(came)
+        both = torch.bmm(came.rows.view(self._experts, -1, came.rows.shape[1]), self._up)
+        inner = gated(both.view(-1, 2 * self._columns), came.weights.flatten(), self._fused)
+        return torch.bmm(inner.view(self._experts, -1, self._columns), self._down).flatten(0, 1)
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Weighted sum of the local experts among the chosen: [n, hidden] -> [n, hidden]. See `route`."""

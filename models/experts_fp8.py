@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel.errors import UsageError
-from models.experts import Order
+from models.experts import Local, Order
 from models.fused import fuses, gated
 from models.shards import shard
 
@@ -57,7 +57,7 @@ def quantised(weights: Weights, layer: int) -> Weights:
     return replace(weights, layers=layers)
 
 
-class Fp8Experts:
+class Fp8Experts(Local):
     """`models.experts.Mixture` of float8 weights made from up [E, 2I, hidden] and down [E, I, hidden]."""
 
     def __init__(self, up: Tensor, down: Tensor, first: int, total: int) -> None:

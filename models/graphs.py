@@ -7,6 +7,7 @@ planned, both outside the graph. Prefill, and a decode that no graph fits, run t
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -189,9 +190,11 @@ class GraphedDecode:
 
 
 def _whole(forward: Coroutine[Any, Any, T]) -> T:
-    """Run model code to its end, through all its boundaries."""
+    """Run model code to its end, through all its boundaries. What P awaits is waited for: nothing else runs yet."""
     try:
         while True:
-            forward.send(None)
+            event = forward.send(None).event
+            while event is not None and not event.done():
+                time.sleep(0)
     except StopIteration as stop:
         return cast("T", stop.value)

@@ -14,7 +14,7 @@ from kernel.errors import UsageError
 from models.attention import KVPool
 from models.checkpoint import Checkpoint
 from models.config import Qwen3MoeConfig, read_config
-from models.cuda_inputs import DeviceSource
+from models.cuda_inputs import DeviceSource, StaticInputs
 from models.dummy import DummyTensors
 from models.experts import Experts, route
 from models.experts_fp8 import Fp8Experts, check_fp8, quantised
@@ -156,6 +156,9 @@ class Qwen3Moe:
             body = _Eager(self, inputs)
         hidden = step.embed(embed(self.weights.embed, self._first_id, inputs.ids(), self._whole_vocabulary))
         for index in range(self.layers):
+            if step.exchanges:
+                hidden = await self._exchanged(step, index, body.attention(index, hidden), inputs)
+                continue
             partial = body.attention(index, hidden)
             if index:
                 await step.boundary(index)
@@ -166,6 +169,24 @@ class Qwen3Moe:
             hidden = residual + step.scatter(index, mixed)
         logits: Tensor = step.head(body.head(inputs.pick(hidden)))
         return logits[:, : self.config.vocab_size]
+
+    async def _exchanged(
+        self, step: Step, index: int, partial: Tensor, inputs: Inputs | NativeDecode | NativePrefill
+    ) -> Tensor:
+        """One layer behind its attention, where rows travel to their experts: [n, hidden] -> [n, hidden]."""
+        own, router = step.share(index, partial), self.weights.layers[index].experts.router
+        assert router is not None, "a layer of one expert has nothing to exchange"
+        x = self._norms[index][1](own)
+        weights, chosen = route(x, router, self.config.experts_per_token, self.config.norm_topk_prob)
+        if isinstance(inputs, StaticInputs):  # rows that fill a bucket go to nobody
+            chosen = chosen.masked_fill(step.part(inputs.padding).unsqueeze(1), -1)
+        step.notify(index, chosen)
+        await step.notified(index)
+        came = step.dispatch(index, x, weights)
+        results = self._experts[index].received(came)
+        await step.inner(index)
+        hidden: Tensor = step.join(index, own + step.combine(index, results))
+        return hidden
 
     # -- what layers are made of, by torch's operations ---------------------------------------------------------
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kernel.errors import UsageError
+from kernel.exchange.choose import CHOICES
 from kernel.topology import CUTS, GATHERS, ROUTES, World
 from models.config import DTYPES
 from rollout.device import ATTENTIONS, DEVICES, LAUNCH_ORDERS, MODULES, QUANTIZATIONS, WEIGHTS, DeviceOptions
@@ -185,6 +186,7 @@ def _device(made: Parser) -> None:
         ("--quantization", "quantization", QUANTIZATIONS, "of the weights (default: none)"),
         ("--modules", "modules", MODULES, "eager: CUDA loads all kernels at start, lazy: each at its first use"),
         ("--launch-order", "launch_order", LAUNCH_ORDERS, "implicit: NCCL orders communicators by the host's launches"),
+        ("--exchange", "exchange", CHOICES, "of rows between experts (default: auto, which is none on a CPU)"),
     ):
         device.add_argument(flag, dest=name, choices=choices, help=what)
     device.add_argument("--graphs", type=_on, metavar="on|off", help="decode as CUDA graphs (default: on)")
@@ -197,6 +199,7 @@ def _device(made: Parser) -> None:
     for flag, name, what in (
         ("--prefill-sms", "prefill_sms", "SMs that prefill may use (default: all)"),
         ("--max-ctas", "max_ctas", "thread blocks of one NCCL kernel (default: NCCL's choice)"),
+        ("--exchange-sms", "exchange_sms", "SMs of prefill's DeepEP kernels (default: 20)"),
         ("--connections", "connections", "CUDA_DEVICE_MAX_CONNECTIONS of the ranks (default: the driver's)"),
     ):
         device.add_argument(flag, dest=name, type=int, metavar="N", help=what)

@@ -15,7 +15,7 @@ from kernel.errors import UsageError
 from kernel.phase import own
 from kernel.request import Phase
 from kernel.step import Step
-from rollout import faults
+from rollout import exchange, faults
 from rollout.device import used_buckets
 from rollout.memory import activation_bytes
 from rollout.quiet import Quiet, reading
@@ -86,7 +86,10 @@ async def build(
             weights=options["weights"],
             quantization=options["quantization"],
         )
-        device = CudaDevice(rank, gpu, link.collectives, watch=watch, prefill_sms=options["prefill_sms"])
+        made = await exchange.build(config, rank, link)
+        device = CudaDevice(
+            rank, gpu, link.collectives, watch=watch, prefill_sms=options["prefill_sms"], expert_exchange=made
+        )
         doing = "while it warmed up"
         link.warm()
         graphed = GraphedDecode(
@@ -114,7 +117,16 @@ def make_step(
     """A step for a forward outside of the rank's own rounds. Collectives run where the phase's own stream is."""
     # No place was reserved on D's stream for the warm-up's collectives, so none is routed.
     state = own(device, world.under("none"), layers, phase)
-    return Step(state.program, rank, sizes, live, state.collectives, device.layout)
+    return Step(
+        state.program,
+        rank,
+        sizes,
+        live,
+        state.collectives,
+        device.layout,
+        normal=state.normal,
+        low_latency=state.low_latency,
+    )
 
 
 def prefill_shapes(most: int) -> Iterator[int]:

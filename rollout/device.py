@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+from kernel.exchange.choose import CHOICES
 from models import native_build, native_compiler
 from models.config import DTYPES
 
@@ -41,8 +42,9 @@ class DeviceOptions:
     NCCL_LAUNCH_ORDER_IMPLICIT=1. connections: CUDA_DEVICE_MAX_CONNECTIONS, hardware queues (both are the paper's
     process-wide controls, to compare with). modules: when CUDA loads kernels (CUDA_MODULE_LOADING); eager takes memory
     and seconds at start, and none later. quiet: fail the run when the device's allocator was called or a module loaded
-    after the warm-up. compiled: decode on a CPU by kernels that the host's C++ compiler builds, once. Raises UsageError
-    for values that cannot be used, alone or together.
+    after the warm-up. compiled: decode on a CPU by kernels that the host's C++ compiler builds, once. exchange: how
+    rows reach experts of other ranks, see `kernel.exchange.choose`; exchange_sms: SMs of DeepEP's prefill kernels.
+    Raises UsageError for values that cannot be used, alone or together.
     """
 
     device: str = "cpu"
@@ -58,6 +60,8 @@ class DeviceOptions:
     modules: str = "lazy"
     quiet: bool = False
     compiled: bool = False
+    exchange: str = "auto"
+    exchange_sms: int | None = None
 
     def __post_init__(self) -> None:
         for flag, value, choices in (
@@ -68,6 +72,7 @@ class DeviceOptions:
             ("--quantization", self.quantization, QUANTIZATIONS),
             ("--launch-order", self.launch_order, LAUNCH_ORDERS),
             ("--modules", self.modules, MODULES),
+            ("--exchange", self.exchange, CHOICES),
         ):
             if value is not None and value not in choices:
                 raise UsageError(f"{flag} {value}: choose {' or '.join(choices)}")
@@ -75,6 +80,7 @@ class DeviceOptions:
             ("--prefill-sms", self.prefill_sms, None),
             ("--max-ctas", self.max_ctas, None),
             ("--connections", self.connections, MOST_CONNECTIONS),
+            ("--exchange-sms", self.exchange_sms, None),
         ):
             if number is not None and (number < 1 or (most is not None and number > most)):
                 raise UsageError(f"{flag} {number}: must be {'at least 1' if most is None else f'1 to {most}'}")
@@ -103,6 +109,7 @@ class DeviceOptions:
             ("--connections", "connections"),
             ("--modules", "modules"),
             ("--check-quiet", "quiet"),
+            ("--exchange-sms", "exchange_sms"),
         ):
             if getattr(self, name) != default[name].default:
                 raise UsageError(f"{flag} applies to --device cuda only: leave it out, or add --device cuda")

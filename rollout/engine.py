@@ -27,7 +27,7 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
 from models import native_build
-from rollout import gpus, host_memory, last_words, memory, stall, wire
+from rollout import exchange, gpus, host_memory, last_words, memory, stall, wire
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.hosts import HostsLauncher
 from rollout.launcher import Launcher
@@ -104,10 +104,13 @@ class Engine:
         self.config = models.read_config(self.model)
         models.check_split(self.config, self.world)
         self.options = options = options.resolved(self.config)
+        self.world, self.exchange = exchange.resolve(
+            options, self.config, self.world, prefill_tokens=prefill_tokens, rows=rows
+        )
         limits = Limits(
             size=self.world.size,
             replicas=self.world.adp,
-            boundaries=self.config.layers * self.world.cuts,
+            boundaries=self.world.boundaries(self.config.layers),
             prefill_tokens=prefill_tokens,
             rows=rows,
             granule=self.world.atp,
@@ -140,13 +143,14 @@ class Engine:
             "blocks": self._pool // block_size,
             "block_size": block_size,
             "device": asdict(options),
+            "exchange": exchange.settings(self.exchange, self.config, options, self._limits, self.world),
             "environment": options.environment(),
             "hidden": self.config.hidden_size,
             "threads": threads,
             "rank_timeout_s": rank_timeout_s,
             "record": str(self._out) if self._out else "",
             "capacity": record_events,
-            "meta": {"size": self.world.size, "versions": versions()},
+            "meta": {"size": self.world.size, "versions": versions(), "exchange": self.exchange.substrate},
         }
         self._nursery, self._record = nursery, str(self._settings["record"])
         self._exit_s = EXIT_S[options.device] if exit_s is None else exit_s

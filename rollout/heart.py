@@ -27,26 +27,29 @@ class Heart:
         self._send, self._every = send, every_s
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._away: str | None = None
         self._beat()
 
     def _beat(self) -> None:
         self._say()
         self._handle = self._loop.call_later(self._every, self._beat)
 
-    def _say(self, **more: Any) -> None:
+    def _say(self) -> None:
         journal = self.journal
         moved, at = (0, " while it started") if journal is None else (journal.moved, journal.standing)
-        self._send({"beat": moved, "at": at, **more})
+        self._send({"beat": moved, "at": at} | ({} if self._away is None else {"away": self._away}))
 
     @asynccontextmanager
     async def away(self, what: str) -> AsyncIterator[None]:
-        """The loop is about to be held for longer than a beat, by `what`."""
-        self._say(away=what)
+        """The loop is about to be held for longer than a beat, by `what`, with turns of it in between perhaps."""
+        self._away = what
+        self._say()
         for _ in range(3):
             await asyncio.sleep(0)  # the message leaves at the end of a turn of the loop
         try:
             yield
         finally:
+            self._away = None
             self._say()
 
     def tell(self) -> None:

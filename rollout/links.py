@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
 from kernel.request import Phase
+from rollout.exchange import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
+    from kernel.comm.exchange.pair import Exchange
     from kernel.comm.shared import Arena
-    from kernel.ports import Collectives, Rendezvous
+    from kernel.exchange.shape import Shape
+    from kernel.ports import Collectives, ExpertExchange, Rendezvous
     from kernel.topology import World
 
 
@@ -25,6 +30,9 @@ class Link(Protocol):
 
     def warm(self) -> None:
         """Use every communicator once, in one order on all ranks; where that costs something later."""
+
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """This rank's expert exchange, which the device owns. All ranks call it at the same point."""
 
     def running(self) -> None:
         """This rank serves."""
@@ -45,6 +53,14 @@ class Communicators:
     def collectives(self, phase: Phase) -> Collectives:
         """Those of `phase`; what closes them (`Collectives.close`) is the device, at its end."""
         return LocalCollectives()
+
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """This rank's expert exchange over `substrate`. Raises UsageError where this backend has no such."""
+        from kernel.comm.exchange import pair
+
+        if substrate != "local":
+            raise refuse(substrate)
+        return pair.local(shape, torch_type(dtype))
 
     def warm(self) -> None:
         """Use each once; all ranks call it at the same point."""
@@ -69,6 +85,10 @@ class ArenaLink:
     def warm(self) -> None:
         """See `Link`."""
         self._communicators.warm()
+
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """See `Link`."""
+        return self._communicators.exchange(substrate, shape, dtype)
 
     def running(self) -> None:
         """See `Link`."""
@@ -107,6 +127,16 @@ class SharedMemory(Communicators):
 
         return SharedCollectives(self._arena, phase, self._rank)
 
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """In the arena, `shm`, or of one rank."""
+        from kernel.comm.exchange import pair
+        from kernel.comm.exchange.shared import SharedWire
+
+        if substrate != "shm":
+            return super().exchange(substrate, shape, dtype)
+        prefill, decode = (SharedWire(self._arena, phase, self._rank) for phase in (Phase.P, Phase.D))
+        return pair.over(shape, torch_type(dtype), prefill, decode)
+
 
 class HostsLink:
     """Over TCP, and collectives over `communicators`. A lost connection tells the peers by itself."""
@@ -118,6 +148,10 @@ class HostsLink:
     def warm(self) -> None:
         """See `Link`."""
         self._communicators.warm()
+
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """See `Link`."""
+        return self._communicators.exchange(substrate, shape, dtype)
 
     def running(self) -> None:
         """See `Link`."""
@@ -145,15 +179,29 @@ class Gloo(Communicators):
 
         gloo = GlooWorld(world, rank)
         self._made = {phase: gloo.collectives(phase) for phase in Phase}
+        self._exchange: Exchange | None = None
 
     def collectives(self, phase: Phase) -> Collectives:
         """Those of `phase`."""
         return self._made[phase]
 
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """Over process groups of their own, `gloo`, or of one rank."""
+        from kernel.comm.exchange import pair
+        from kernel.comm.exchange.gloo import GlooWire
+
+        if substrate != "gloo":
+            return super().exchange(substrate, shape, dtype)
+        prefill, decode = GlooWire(Phase.P), GlooWire(Phase.D)
+        self._exchange = pair.over(shape, torch_type(dtype), prefill, decode)
+        return self._exchange
+
     def abort(self) -> None:
         """Close them: they poll."""
         for each in self._made.values():
             each.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 class Nccl(Communicators):
@@ -166,13 +214,33 @@ class Nccl(Communicators):
         from rollout.torchrun import store_at
 
         dist: Any = torch.distributed
-        store = dist.PrefixStore("nccl", store_at(where))
-        self._nccl = NcclWorld(world, rank, store, config["gpu"], max_ctas=config["device"]["max_ctas"])
+        self._rank, self._gpu, self._options = rank, config["gpu"], config["device"]
+        self._store = store_at(where)
+        store = dist.PrefixStore("nccl", self._store)
+        self._nccl = NcclWorld(world, rank, store, self._gpu, max_ctas=self._options["max_ctas"])
 
     def collectives(self, phase: Phase) -> Collectives:
         """Those of `phase`."""
         found: Collectives = self._nccl.collectives(phase)
         return found
+
+    def exchange(self, substrate: str, shape: Shape, dtype: str) -> ExpertExchange:
+        """By DeepEP, `deepep`; over the same communicators, `nccl`; over symmetric memory, `symm`; or of one rank."""
+        if substrate == "deepep":
+            from kernel.comm import deep_ep
+            from kernel.exchange.deep_ep import NUM_SMS
+
+            sms = self._options["exchange_sms"] or NUM_SMS
+            return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=sms, nccl=self._nccl.ctas)
+        if substrate == "nccl":
+            from kernel.comm.exchange.nccl import nccl
+
+            return nccl(shape, torch_type(dtype), self._nccl)
+        if substrate == "symm":
+            from kernel.comm.exchange.symm import symm
+
+            return symm(shape, torch_type(dtype), self._nccl)
+        return super().exchange(substrate, shape, dtype)
 
     def warm(self) -> None:
         """Once each, in one global order."""
@@ -181,6 +249,14 @@ class Nccl(Communicators):
     def close(self) -> None:
         """Abort what the device has not closed already; returns after 10 s at the latest."""
         self._nccl.close()
+
+
+def torch_type(name: str) -> torch.dtype:
+    """A type by its name."""
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 async def connect(config: dict[str, Any], world: World, rank: int) -> Link:

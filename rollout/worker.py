@@ -27,13 +27,13 @@ from kernel.request import Phase
 from kernel.sched import registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
-from rollout import faults, heap, standing, wire, words
+from rollout import exchange, faults, heap, standing, wire, words
 from rollout.heart import Heart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from kernel.ports import Device, Model
+    from kernel.ports import Device, ExpertExchange, Model
     from kernel.replica import Output
     from rollout.links import Link
 
@@ -140,7 +140,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     link = await connect(config, world, rank)
     limits = Limits(**{**config["limits"], "buckets": tuple(config["limits"]["buckets"])})
     torch.manual_seed(0)
-    programs = [Program(world, phase, limits.boundaries // world.cuts) for phase in Phase]
+    programs = [Program(world, phase, world.layers(limits.boundaries)) for phase in Phase]
 
     def open_record(directory: str, policy: str) -> Recorder | NullRecorder:
         if not directory:
@@ -163,7 +163,8 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
                 device, model, quiet = await cuda_rank.build(config, world, rank, limits, link, journal.device)
         else:
             # On a thread, so that the heart goes on beating.
-            device, model = await asyncio.to_thread(_on_cpu, config, world, rank, limits, link, journal)
+            made = await exchange.build(config, rank, link)
+            device, model = await asyncio.to_thread(_on_cpu, config, world, rank, limits, link, journal, made)
     except BaseException as error:
         journal.exception(error)
         journal.close()
@@ -219,7 +220,13 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
 
 
 def _on_cpu(
-    config: dict[str, Any], world: World, rank: int, limits: Limits, link: Link, journal: Journal
+    config: dict[str, Any],
+    world: World,
+    rank: int,
+    limits: Limits,
+    link: Link,
+    journal: Journal,
+    made: ExpertExchange | None,
 ) -> tuple[Device, Model]:
     import models
     from kernel.device.cpu import CpuDevice
@@ -234,7 +241,8 @@ def _on_cpu(
         dtype=config["device"]["dtype"],
         compiled=config["device"]["compiled"],
     )
-    return CpuDevice(rank, link.collectives, threads=config["threads"], watch=journal.device), model
+    watch, threads = journal.device, config["threads"]
+    return CpuDevice(rank, link.collectives, threads=threads, watch=watch, expert_exchange=made), model
 
 
 async def _listen(

@@ -151,7 +151,7 @@ _IDLE_SKIPS = Change(
     "kernel.rank:Rank._round", "                await self.policy.turn(gate)",
     'await self.policy.turn(gate) if self._rows else setattr(gate, "launched", True)', 1,
 )  # fmt: skip
-_POLLED = Change("kernel.rank:Rank._settle", "            if self._p.program.routes:", "if False:")
+_POLLED = Change("kernel.rank:Rank._settle", "            if self._p.program.routes or self.world.splits:", "if False:")
 _TWICE = Change("kernel.sched.planner:Planner.plan", "        epoch = memory.epoch + activating", "epoch = 0")
 _BACK = replace(_TWICE, becomes="epoch = memory.epoch + activating * (-1 if memory.epoch >= 0 else 9)")
 

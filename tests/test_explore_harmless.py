@@ -101,7 +101,9 @@ HARMLESS: Final = (
     ),
     Harmless(
         "completion asked of the device, agreed in the exchange", "all ranks plan from the same answers",
-        (Change("kernel.rank:Rank._settle", "            if self._p.program.routes:", "if False:"),), races=True,
+        (Change("kernel.rank:Rank._settle", "            if self._p.program.routes or self.world.splits:",
+                "if False:"),),
+        races=True,
     ),
     Harmless(
         "tokens committed early on one replica", "a replica of one rank has no peers to differ from",

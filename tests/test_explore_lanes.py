@@ -123,9 +123,9 @@ def test_what_a_task_touches() -> None:
     ended.close()
     assert things(ended) == every
     assert things(SimpleNamespace()) == every
-    for late, touches in ((True, every), (False, ())):
-        epoch: Any = SimpleNamespace(late=late)
-        assert things(Epoch._finish(epoch, None, 1, "")) == touches
+    epoch: Any = SimpleNamespace()
+    for of_epoch in (Epoch._stand(epoch, None, 1, ""), Epoch._through(epoch, None, 1, ""), Epoch._finish(epoch, epoch)):
+        assert things(of_epoch) == (), "what others see of an epoch is published by the rank's own task"
 
 
 # -- steps ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kernel.sched import registry
-from tests.mutants import CONTROL, MUTANTS, PROGRESS, Mutant
+from tests import mutants
+from tests.mutants import CONTROL, PROGRESS, Mutant
+from tests.mutants_exchange import EXCHANGE
 from tests.planted import Change, planted
 from tests.spin_variants import VARIANTS, Verdict
 from verify.blame import Class
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from verify.explore.policy import Report
     from verify.trial.scenario import Scenario
 
+MUTANTS = (*mutants.MUTANTS, *EXCHANGE)
 EXECUTIONS = 10
 QUICK = Effort(scenario=1, scenarios=2, decisions=10, critical=3, fifo=20)
 

@@ -165,14 +165,14 @@ def test_a_cache_travels_in_parts_and_keeps_its_times(tmp_path: Path) -> None:
     kernel.parent.mkdir()
     kernel.write_bytes(bytes(range(256)) * 400)
     (cache / "flashinfer" / "a.lock").touch()
-    os.utime(kernel, (1_700_000_000, 1_700_000_000))
+    os.utime(kernel, ns=(0, 1_700_000_000_999_999_999))
     parts = jit_cache.pack(cache, tmp_path / "out", part=300)
     assert len(parts) > 1
     assert all(path.stat().st_size <= 300 for path in parts)
     assert jit_cache.unpack(tmp_path / "out", tmp_path / "again") == len(parts)
     again = tmp_path / "again" / "flashinfer" / "a" / "kernel.so"
     assert again.read_bytes() == kernel.read_bytes()
-    assert again.stat().st_mtime == 1_700_000_000
+    assert again.stat().st_mtime_ns == 1_700_000_000_000_000_000, "never younger than it was"
     assert not (tmp_path / "again" / "flashinfer" / "a.lock").exists()
     assert jit_cache.unpack(tmp_path / "nothing", tmp_path / "new") == 0
     (tmp_path / "bad").mkdir()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel.ports import Received
 from kernel.request import Row
 from models import experts
 from models.attention import Batch, KVPool, attend
@@ -118,6 +119,25 @@ def test_rows_of_other_ranks_experts_count_nothing(monkeypatch: pytest.MonkeyPat
     expected = held.dense(x, weights, chosen)
     monkeypatch.setattr(F, "grouped_mm", careless)
     assert torch.allclose(held.grouped(x, weights, chosen), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_lie_by_expert_give_what_sorted_rows_give(dtype: torch.dtype) -> None:
+    """Places that nobody has taken hold NaN; their results are nobody's."""
+    torch.manual_seed(3)
+    up, down = torch.randn(4, 32, 48).to(dtype) / 7, torch.randn(4, 16, 48).to(dtype) / 4
+    held, counts = experts.Experts(up, down, 8, 16), torch.tensor([3, 0, 5, 1])
+    rows = torch.full((4, 5, 48), float("nan"), dtype=dtype)
+    for expert, count in enumerate(counts.tolist()):
+        rows[expert, :count] = torch.randn(count, 48).to(dtype)
+    taken = torch.arange(5) < counts.unsqueeze(1)
+    local = torch.where(taken, torch.arange(4).unsqueeze(1), -1).view(-1, 1)
+    ones = torch.ones(20, 1, dtype=dtype)
+    found = held.received(Received(rows.view(-1, 48), local, ones, grouped=True))
+    real = taken.view(-1)
+    expected = held.received(Received(rows.view(-1, 48)[real], local[real], ones[real]))
+    assert torch.allclose(found[real], expected, atol=1e-5 if dtype is torch.float32 else 2e-2)
+
 
 
 def test_experts_choose_by_size_and_alignment(monkeypatch: pytest.MonkeyPatch) -> None:

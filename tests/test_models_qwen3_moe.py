@@ -37,6 +37,11 @@ WORLDS = [
     World(4, 2, 2, "cross"),
     World(4, 2, 1, "flat"),
     World(4, 2, 1, "cross"),
+    World(1, exchange="split"),
+    World(2, 2, 2, exchange="split"),
+    World(2, 2, 2, exchange="split", cut="sublayer"),
+    World(4, 4, 4, exchange="split"),
+    World(4, 2, 4, exchange="split"),
 ]
 VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},

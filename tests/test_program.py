@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.errors import UsageError
-from kernel.program import Program, Site
+from kernel.program import EXCHANGING, Program, Site
 from kernel.request import Phase
-from kernel.topology import CUTS, Role, World
+from kernel.topology import CUTS, EXCHANGES, Role, World
 
 # (size, adp, ep, gather) -> P and D of one sparse layer, attention part | expert part. SGLang 0.5.15's sequences for
 # Qwen3-MoE; `cross` rows are the paper's Figure 2.
@@ -61,6 +61,7 @@ worlds = st.integers(1, 3).flatmap(
         st.sampled_from(["flat", "cross"]),
         st.sampled_from(["paper", "all", "none"]),
         st.sampled_from(CUTS),
+        st.sampled_from(EXCHANGES),
     )
 )
 
@@ -69,7 +70,8 @@ worlds = st.integers(1, 3).flatmap(
 def test_segments_partition_the_forward(world: World, phase: Phase, layers: int, data: st.DataObject) -> None:
     program = Program(world, phase, layers)
     most = program.boundaries
-    assert most == layers * (2 if world.cut == "sublayer" else 1)
+    assert most == layers * (2 if world.cut == "sublayer" else 1) + (world.splits)
+    assert world.layers(most) == layers
     cuts = sorted(data.draw(st.sets(st.integers(1, most - 1)))) if most > 1 else []
     ends = [0, *cuts, most]
     parts = [program.segment(start, end) for start, end in pairwise(ends)]
@@ -84,6 +86,53 @@ def test_a_cut_inside_layers_parts_attention_from_experts(phase: Phase) -> None:
         assert {call.site for call in first} == {Site.GATHER} | ({Site.EMBED} if layer == 0 else set())
         assert {call.site for call in second} == {Site.SCATTER} | ({Site.HEAD} if layer == 2 else set())
         assert {call.layer for call in (*first, *second)} <= {layer, -1}
+
+
+SPLIT = {
+    # (size, adp, ep): P and D of a layer in the middle. SGLang's sequences with DeepEP, where the all-gather that opens
+    # a layer there closes the one before here: the same sequence.
+    (2, 2, 2): ("notify[TP] | dispatch[TP] | combine[TP]", " | dispatch[TP] | combine[TP]"),
+    (4, 4, 4): ("notify[TP] | dispatch[TP] | combine[TP]", " | dispatch[TP] | combine[TP]"),
+    (4, 2, 4): (
+        "RS[ATP] notify[TP] | dispatch[TP] | combine[TP] AG[ATP]",
+        "RS[ATP] | dispatch[TP] | combine[TP] AG[ATP]",
+    ),
+    (8, 2, 8): (
+        "RS[ATP] notify[TP] | dispatch[TP] | combine[TP] AG[ATP]",
+        "RS[ATP] | dispatch[TP] | combine[TP] AG[ATP]",
+    ),
+    (4, 1, 4): ("AR[TP] |  | AR[TP]", "AR[TP] |  | AR[TP]"),
+}
+
+
+@pytest.mark.parametrize("shape", SPLIT, ids=str)
+def test_sequences_of_an_expert_exchange_and_its_boundaries(shape: tuple[int, int, int]) -> None:
+    """Boundary i+1 stands behind the notification of layer i and before its data; nothing of it is ever routed."""
+    world = World(*shape, route="all", exchange="split")
+    for phase, expected in zip((Phase.P, Phase.D), SPLIT[shape], strict=True):
+        program = Program(world, phase, 3)
+        found = [_text(program, site) for site in (Site.GATHER, Site.DISPATCH, Site.SCATTER)]
+        assert " | ".join(found) == expected
+        exchanging = [call for call in program.calls if call.op in ("notify", "dispatch", "combine")]
+        assert not any(call.routed for call in exchanging)
+        if phase is Phase.P and world.splits:
+            for layer in range(3):
+                before, behind = program.segment(layer, layer + 1), program.segment(layer + 1, layer + 2)
+                assert before[-1] == next(c for c in exchanging if (c.op, c.layer) == ("notify", layer))
+                assert behind[0] == next(c for c in exchanging if (c.op, c.layer) == ("dispatch", layer))
+            assert [program.counts(i, i + 1) for i in range(4)] == [True, True, True, False]
+        assert program.counts(0, 3) == (phase is Phase.P and world.splits)
+
+
+@given(worlds, st.integers(1, 4), st.integers(0, 9), st.integers(1, 9))
+def test_a_segment_waits_for_counts_exactly_where_it_notifies(
+    world: World, layers: int, start: int, length: int
+) -> None:
+    program = Program(world, Phase.P, layers)
+    end = min(program.boundaries, start + length)
+    notifies = any(call.op == "notify" for call in program.segment(start, end)) if start < end else False
+    if world.size > 1 and world.ep > 1:
+        assert program.counts(start, end) == notifies or start >= end
 
 
 @given(worlds)
@@ -111,7 +160,7 @@ def test_route_is_what_it_says(world: World, layers: int) -> None:
     if world.route == "none":
         assert not routed
     elif world.route == "all":
-        assert routed == crossing
+        assert routed == {index for index in crossing if prefill.calls[index].op not in EXCHANGING}
     else:
         full = {c.index for c in prefill.calls if len(world.groups[c.role][0]) == world.size and c.op == "AR"}
         assert routed == full

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kernel.errors import UsageError
 from kernel.program import Program
 from kernel.request import Phase
-from kernel.topology import World
+from kernel.topology import EXCHANGES, World
 from tests import programs
 from tests.orders import is_valid
 from verify.notation import format_program
@@ -54,20 +54,21 @@ def test_the_skeleton_is_the_papers() -> None:
         turnstile_steps(3, span=0)
 
 
-@given(worlds, st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.sampled_from(["none", "deepep"]))
+@given(worlds, st.integers(1, 3), st.integers(1, 4), st.integers(1, 2), st.sampled_from(EXCHANGES))
 def test_the_queues_are_those_of_the_collective_program(
     world: World, layers: int, iterations: int, span: int, exchange: str
 ) -> None:
     """Against the plain definition: call by call, with the rank's own group and the communicator's count."""
-    steps = turnstile_steps(layers, span, iterations)
-    orders = from_program(world, layers, exchange=exchange, steps=steps)
+    world = replace(world, exchange=exchange)
+    steps = turnstile_steps(world.boundaries(layers), span, iterations)
+    orders = from_program(world, layers, steps=steps)
     queues = {(queue.rank, queue.name): queue.calls for queue in orders.queues}
     for rank in range(world.size):
         counts: dict[str, int] = {}
         expected: dict[str, list[str]] = {"D": [], "P": [], "": []}
         for step in steps:
             phase = Phase.D if step is None else Phase.P
-            program = Program(world, phase, layers, exchange)
+            program = Program(world, phase, layers)
             for call in program.calls if step is None else program.segment(*step):
                 counts[f"{phase}.{call.role}"] = counts.get(f"{phase}.{call.role}", 0) + 1
                 members = world.members(call.role, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kernel.program import Program
 from kernel.request import Phase
-from kernel.topology import World
+from kernel.topology import EXCHANGES, World
 from tests.statespace import Barrier, Enqueue, Job, Rank, Wait, random_job, search, with_capacity
 from verify.blame import Certainty, Class, Verdict
 from verify.events import Communicator
@@ -251,15 +252,15 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("exchange", ["none", "deepep"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_registered_set_is_what_must_be_routed(exchange: str) -> None:
     """With all of it on D's stream any room is enough; with none of it, one kernel of each phase must fit (paper
     section 4); under the paper's route that is so exactly where P has other collectives that cross D's."""
     for world in WORLDS:
         for route in ("all", "paper", "none"):
-            routed = World(world.size, world.adp, world.ep, world.gather, route)
-            program = Program(routed, Phase.P, 2, exchange)
-            orders = from_program(routed, 2, exchange=exchange)
+            routed = replace(world, route=route, exchange=exchange)
+            program = Program(routed, Phase.P, 2)
+            orders = from_program(routed, 2)
             unrouted = [call for call in program.registered if not call.routed]
             assert certify(orders, 2).proved
             assert certify(orders, 1).proved == (not unrouted), f"{routed}: {unrouted}"
@@ -268,7 +269,7 @@ def test_the_registered_set_is_what_must_be_routed(exchange: str) -> None:
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_budgets_of_the_two_phases(d: int, p: int) -> None:
     """DeepEP's phases are never routed: what they need is the sum of their SM budgets, or one that lets no two in."""
-    orders = from_program(World(4, 4, 4, route="all"), 2, exchange="deepep", weights=(d, p))
+    orders = from_program(World(4, 4, 4, route="all", exchange="split"), 2, weights=(d, p))
     found = residency(orders)
     assert (found.largest, found.budgets, found.width, found.safe_from) == (max(d, p), d + p, d + p, d + p)
     assert certify(orders, d + p).proved

@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 import models
+from kernel.comm.exchange import pair
+from kernel.comm.exchange.wire import LocalWire
 from kernel.device.cpu import TorchLayout
+from kernel.device.worker import Completion
 from kernel.driver import Driver
+from kernel.exchange.shape import Shape
 from kernel.program import Program
 from kernel.request import Phase, Row, Sampled, SamplingParams
 from kernel.step import Step
@@ -59,6 +63,7 @@ class FakeCollectives:
     def __init__(self, rank: int, meetings: dict[tuple[Role, tuple[int, ...]], Meeting], world: World) -> None:
         self._rank = rank
         self._mine = {role: meetings[role, world.members(role, rank)] for role in Role}
+        self.everybody = meetings[Role.TP, world.members(Role.TP, rank)]
 
     def all_reduce(self, role: Role, x: Tensor) -> Tensor:
         return torch.stack(self._mine[role].exchange(self._rank, ("AR", x.shape), x)).sum(0)
@@ -71,6 +76,32 @@ class FakeCollectives:
         assert (sum(sizes), len(sizes)) == (x.shape[0], len(meeting.members))
         total = torch.stack(meeting.exchange(self._rank, ("RS", x.shape, tuple(sizes)), x)).sum(0)
         return total.split_with_sizes(list(sizes))[meeting.members.index(self._rank)]
+
+    def close(self) -> None:
+        pass
+
+
+class MeetingWire:
+    """`kernel.comm.exchange.wire.Wire` of one rank, over a meeting of all."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size, self._meeting = rank, len(meeting.members), meeting
+
+    def announce(self, counts: Sequence[int], label: str) -> Completion[Any]:
+        told = self._meeting.exchange(self.rank, label, torch.tensor(counts))
+        done: Completion[Any] = Completion()
+        done.succeed([each.tolist() for each in told])
+        return done
+
+    def move(self, messages: Tensor, matrix: Sequence[Sequence[int]], label: str) -> Tensor:
+        parts = []
+        for row, all_of in zip(matrix, self._meeting.exchange(self.rank, (label, str(matrix)), messages), strict=True):
+            start = sum(row[: self.rank])
+            parts.append(all_of[start : start + row[self.rank]])
+        return torch.cat(parts)
+
+    def gather(self, messages: Tensor, label: str) -> Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, (label, messages.shape), messages))
 
     def close(self) -> None:
         pass
@@ -134,9 +165,11 @@ class Team:
         def one(rank: int) -> list[Sampled | None]:
             replica = self.world.replica(rank)
             driver = self.driver(phase, rank, rows[replica], sizes, FakeCollectives(rank, meetings, self.world))
-            end = self.models[rank].layers if phase is Phase.D else 0
-            while not driver.advance(end):
-                end += span
+            end = self.programs[phase].boundaries if phase is Phase.D else 0
+            ended = driver.advance(end)
+            while not ended:
+                waiting, end = driver.waiting, end + span * (driver.waiting is None)
+                ended = driver.advance(end) if waiting is None else driver.resume(None, end)
             assert driver.result is not None
             return driver.result
 
@@ -156,7 +189,24 @@ class Team:
         """One rank's forward, not yet begun. A world of one rank needs no sizes and no collectives."""
         fed = sum(row.fed for row in rows)
         nobody: Any = collectives
-        step = Step(self.programs[phase], rank, sizes or [fed], fed, nobody, TorchLayout())
+        exchange: Any = None
+        if self.world.splits:
+            config, model = self.models[rank].config, self.models[rank]
+            shape = Shape(
+                self.world.size, config.experts, config.hidden_size, config.experts_per_token, 1 << 12, 64
+            )
+            wire = LocalWire() if collectives is None else MeetingWire(rank, collectives.everybody)
+            exchange = pair.over(shape, model.weights.norm.dtype, wire, wire)
+        step = Step(
+            self.programs[phase],
+            rank,
+            sizes or [fed],
+            fed,
+            nobody,
+            TorchLayout(),
+            normal=exchange.normal if exchange and phase is Phase.P else None,
+            low_latency=exchange.low_latency if exchange and phase is Phase.D else None,
+        )
         return Driver(self.models[rank].forward(step, rows), step, scope)
 
     def bucket(self, rows: int) -> int:

@@ -3,8 +3,9 @@
     python -m bench.gpu.jit_cache unpack FOLDER CACHE      parts in FOLDER -> CACHE; prints the variables to export
     python -m bench.gpu.jit_cache pack CACHE FOLDER        CACHE -> FOLDER/jit-cache.tar.gz.000, ...
 
-Times of files are kept, because ninja compares them; the sources of an installed FlashInfer are made older than what
-was built from them, since an installation anew would otherwise build everything again.
+Times of files are kept, because ninja compares them, but cut to seconds: an object that looks a nanosecond younger than
+ninja's own notes of it is built again, and archives round. The sources of an installed FlashInfer are made older than
+what was built from them, since an installation anew would otherwise build everything again.
 """
 
 from __future__ import annotations
@@ -43,12 +44,17 @@ def pack(cache: Path, out: Path, part: int = PART) -> list[Path]:
         old.unlink()
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as archive:
-        archive.add(cache, arcname=".", filter=lambda member: None if member.name.endswith(".lock") else member)
+        archive.add(cache, arcname=".", filter=_kept)
     parts = []
     for number, start in enumerate(range(0, data.getbuffer().nbytes, part)):
         parts.append(out / f"{NAME}.{number:03d}")
         parts[-1].write_bytes(data.getbuffer()[start : start + part])
     return parts
+
+
+def _kept(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    member.mtime = int(member.mtime - 1e-6)  # it has been rounded once already
+    return None if member.name.endswith(".lock") else member
 
 
 def unpack(folder: Path, cache: Path) -> int:

@@ -24,6 +24,7 @@ from bench.gpu import ladder_report, spans
 from bench.gpu.cells import DECODE, Cell, Ladder, best_span, next_cell
 from bench.gpu.store import Store
 from kernel.errors import TurnstileError, UsageError
+from kernel.exchange.choose import CHOICES
 from kernel.record import read_run
 from kernel.sched import registry
 from kernel.sched.policy import Limits
@@ -103,6 +104,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
     made.add_argument("--connections", type=int)
     made.add_argument("--max-ctas", type=int)
     made.add_argument("--prefill-sms", type=int)
+    made.add_argument("--exchange", choices=CHOICES, default="auto")
+    made.add_argument("--exchange-sms", type=int)
     made.add_argument("--world", type=int, default=1)
     made.add_argument("--adp", type=int, default=1)
     made.add_argument("--ep", type=int, default=1)
@@ -136,6 +139,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
             weights=given.load_format,
             quantization=given.quantization,
             prefill_sms=given.prefill_sms,
+            exchange=given.exchange,
+            exchange_sms=given.exchange_sms,
             max_ctas=given.max_ctas,
             launch_order=given.launch_order,
             connections=given.connections,

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, ReduceScatterOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+)
 
 from kernel.comm.parts import check_parts
 from kernel.device.bounded import all_of
@@ -60,7 +66,8 @@ class NcclWorld:
             raise UsageError(f"rank {rank} of {world.size}: torch {torch.__version__} has no GPU, or no NCCL, here")
         if max_ctas is not None and not 1 <= max_ctas <= 64:
             raise UsageError(f"--max-ctas {max_ctas}: NCCL takes 1 to 64")
-        self._world, self._rank, self._device = world, rank, torch.device("cuda", index)
+        self._world, self._rank = world, rank
+        self.device = torch.device("cuda", index)
         self.ctas = NCCL_CTAS if max_ctas is None else max_ctas
         """Most CTAs of one collective."""
         self._groups: dict[tuple[Phase, Role], Communicator] = {}
@@ -73,7 +80,7 @@ class NcclWorld:
                     if len(members) > 1 and rank in members:
                         name = f"{phase}.{role} of {','.join(map(str, members))}"
                         self._groups[phase, role] = Communicator(
-                            name, members, rank, store, self._device, phase is Phase.D, max_ctas, timeout_s
+                            name, members, rank, store, self.device, phase is Phase.D, max_ctas, timeout_s
                         )
         self._collectives = {phase: NcclCollectives(phase, rank, self._roles(phase), self.ctas) for phase in Phase}
 
@@ -81,17 +88,22 @@ class NcclWorld:
         """The communicators that `phase` owns; the same object every time."""
         return self._collectives[phase]
 
+    def communicator(self, phase: Phase, role: Role) -> Communicator | None:
+        """That of `phase` for a canonical role; None where this rank is alone in it."""
+        return self._groups.get((phase, self._world.canonical(role)))
+
     def warm(self, dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16)) -> None:
         """Use every communicator once with each operation, kind of kernel and type. All ranks together; waits."""
         for group in self._groups.values():
             for dtype in dtypes:
                 for elements in _WARM_ELEMENTS:
-                    part = torch.zeros(elements, dtype=dtype, device=self._device)
-                    whole = torch.zeros(group.size * elements, dtype=dtype, device=self._device)
+                    part = torch.zeros(elements, dtype=dtype, device=self.device)
+                    whole = torch.zeros(group.size * elements, dtype=dtype, device=self.device)
                     group.all_reduce(part)
                     group.all_gather(whole, part)
                     group.reduce_scatter(part, whole)
-        torch.cuda.synchronize(self._device)
+                    group.all_to_all(whole, whole.clone())
+        torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Abort all communicators: whoever is in a collective, on the host or on the GPU, goes on. Idempotent.
@@ -154,7 +166,9 @@ class Communicator:
         self._reduce = AllreduceOptions()
         self._gather = AllgatherOptions()
         self._scatter = ReduceScatterOptions()
-        for each in (self._reduce, self._gather, self._scatter):
+        self._exchange = AllToAllOptions()
+        options_of: tuple[Any, ...] = (self._reduce, self._gather, self._scatter, self._exchange)
+        for each in options_of:
             each.asyncOp = False
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -168,6 +182,20 @@ class Communicator:
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """The sum's part of this member into `out`; both contiguous, x of `size` equal parts."""
         self._enqueued(self._group._reduce_scatter_base(out, x, self._scatter))
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+    ) -> None:
+        """Parts of x along dimension 0 to each member; those of each member into `out`. No sizes: equal parts."""
+        self._enqueued(self._group.alltoall_base(out, x, list(received), list(sent), self._exchange))
+
+    def registered(self) -> str:
+        """The name by which torch's symmetric memory finds this group, in torch's registry from now on."""
+        from torch._C import _distributed_c10d
+
+        register: Any = _distributed_c10d
+        register._register_process_group(self.name, self._group)
+        return self.name
 
     def abort(self) -> None:
         """End it, whatever state its peers are in."""

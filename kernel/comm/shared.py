@@ -126,6 +126,10 @@ class Arena:
                 return region
         return None
 
+    def exchange(self, phase: Phase, kind: str) -> Region:
+        """The communicator of all ranks for the `counts` or `rows` of a phase's expert exchange."""
+        return next(each for each in self.map.exchanges if each.phase is phase and each.kind == kind)
+
     # -- liveness -----------------------------------------------------------------------------------------------
 
     def report(self, state: Liveness, reason: str = "", rank: int | None = None) -> None:
@@ -162,7 +166,7 @@ class Arena:
                 fence()
                 self.u32[ABORT_AT // 4] = who + 1
             fence()
-            for region in self.map.regions:
+            for region in (*self.map.regions, *self.map.exchanges):
                 self.disturb(region)
             self.ring(range(self.map.size))
 

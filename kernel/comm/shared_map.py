@@ -5,6 +5,7 @@
     exchange    one arrival counter a rank; two slots a rank (`kernel.comm.rendezvous`)
     regions     for each phase, canonical role and group: a bell, one arrival counter and two headers a member, and two
                 data slots a member (`kernel.comm.channel`)
+    exchanges   three more of them, of all ranks, for the expert exchange: P's counts and rows, and D's rows
 
 Memory that nobody touches costs nothing, so data slots can be generous.
 """
@@ -42,7 +43,7 @@ def _up(n: int, unit: int) -> int:
 class Region:
     """One communicator: offsets in bytes from the start of the arena.
 
-    capacity: bytes of one data slot, a multiple of a page.
+    capacity: bytes of one data slot, a multiple of a page. kind: `counts` or `rows` of an expert exchange.
     """
 
     phase: Phase
@@ -50,6 +51,7 @@ class Region:
     members: tuple[int, ...]
     capacity: int
     start: int
+    kind: str = ""
 
     @property
     def bell(self) -> int:
@@ -75,7 +77,8 @@ class Region:
         return self.data(len(self.members), 0)
 
     def __str__(self) -> str:
-        return f"{self.role}{list(self.members)} of {self.phase}"
+        role = f"expert {self.kind}" if self.kind else self.role
+        return f"{role}{list(self.members)} of {self.phase}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,20 @@ class ArenaMap:
     @property
     def total(self) -> int:
         """Bytes of the whole arena."""
-        return self.regions[-1].end if self.regions else self._regions_at
+        last = (*self.regions, *self.exchanges)[-1:]
+        return last[0].end if last else self._regions_at
+
+    @cached_property
+    def exchanges(self) -> tuple[Region, ...]:
+        """Those of the expert exchange, of all ranks: P's counts and rows, D's rows. None in a world of one rank."""
+        if self.size == 1:
+            return ()
+        start, members, found = self.regions[-1].end, tuple(range(self.size)), []
+        for phase, kind in ((Phase.P, "counts"), (Phase.P, "rows"), (Phase.D, "rows")):
+            capacity = _up(8 * self.size, PAGE) if kind == "counts" else self.capacity
+            found.append(Region(phase, Role.TP, members, capacity, start, kind))
+            start = found[-1].end
+        return tuple(found)
 
     @property
     def _regions_at(self) -> int:

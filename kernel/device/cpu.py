@@ -17,7 +17,7 @@ from kernel.request import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from kernel.ports import Collectives
+    from kernel.ports import Collectives, ExpertExchange
 
 T = TypeVar("T")
 _GRACE_S: Final = 10.0
@@ -57,7 +57,8 @@ class CpuDevice:
     """`kernel.ports.Device` of the CPU world.
 
     collectives: each phase's communicators; owned, closed with the device. threads: torch threads of each stream.
-    watch: told of every job that starts and finishes on a stream, routed collectives among D's.
+    watch: told of every job that starts and finishes on a stream, routed collectives among D's. expert_exchange: owned
+    too.
     Streams are used from the event loop; work runs on the threads `rank<k> D` and `rank<k> P`.
     """
 
@@ -68,8 +69,10 @@ class CpuDevice:
         *,
         threads: int = 1,
         watch: Watch | None = None,
+        expert_exchange: ExpertExchange | None = None,
     ) -> None:
         self.rank = rank
+        self.expert_exchange = expert_exchange
         self.layout = TorchLayout()
         self.deferred = True
         self._collectives = dict(collectives)
@@ -108,6 +111,8 @@ class CpuDevice:
             stream.stop(error)
         for communicators in self._collectives.values():
             communicators.close()
+        if self.expert_exchange is not None:
+            self.expert_exchange.close()
         try:
             async with asyncio.timeout(_GRACE_S):
                 for stream in streams:

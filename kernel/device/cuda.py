@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
 
     from kernel.device.worker import Watch
-    from kernel.ports import Collectives
+    from kernel.ports import Collectives, ExpertExchange
 
 _GRACE_S: Final = 10.0
 
@@ -41,7 +41,7 @@ class CudaDevice:
 
     collectives: each phase's communicators; owned, closed with the device. watch: told of every submission that starts
     and finishes, with the device's times. prefill_sms: SMs that P's kernels may use (a green context); None for all.
-    exchange: kernels of an expert exchange, for the budget of SMs.
+    expert_exchange: owned too; exchange: its kernels, for the budget of SMs.
     Raises UsageError when there is no such GPU, or what must be resident together does not fit on it.
     """
 
@@ -54,6 +54,7 @@ class CudaDevice:
         watch: Watch | None = None,
         prefill_sms: int | None = None,
         exchange: Iterable[occupancy.Kernel] = (),
+        expert_exchange: ExpertExchange | None = None,
     ) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not 0 <= index < count:
@@ -61,6 +62,7 @@ class CudaDevice:
         self.rank, self.torch_device = rank, torch.device("cuda", index)
         self.layout = TorchLayout()
         self.deferred = False
+        self.expert_exchange = expert_exchange
         self._collectives = dict(collectives)
         torch.cuda.set_device(index)
         self.budget = self._afford(exchange, prefill_sms)
@@ -139,7 +141,10 @@ class CudaDevice:
         """
         if phase not in self._pools:
             self._pools[phase] = torch.cuda.graph_pool_handle()
-        made = CudaGraph(self._streams[phase], self._pools[phase])
+        low_latency = None
+        if phase is Phase.D and self.expert_exchange is not None:
+            low_latency = self.expert_exchange.low_latency
+        made = CudaGraph(self._streams[phase], self._pools[phase], low_latency)
         self._graphs.add(made)
         return made
 
@@ -157,6 +162,9 @@ class CudaDevice:
         calls = [(f"close {phase}", each.close) for phase, each in self._collectives.items()]
         calls += [("reset graph", graph.reset) for graph in list(self._graphs)]
         await asyncio.to_thread(all_of, calls, _GRACE_S + 1)
+        if self.expert_exchange is not None:  # which refuses to go while graphs hold pointers into it
+            last = [("close the expert exchange", self.expert_exchange.close)]
+            await asyncio.to_thread(all_of, last, _GRACE_S + 1)
         try:
             async with asyncio.timeout(_GRACE_S):
                 for stream in streams:

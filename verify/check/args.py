@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import UsageError
+from kernel.exchange.choose import CHOICES
 from kernel.topology import CUTS, GATHERS, ROUTES, World
 from verify.command import Parser
 
@@ -34,6 +35,8 @@ EXIT_CODES: Final = (
     "Exit codes: 0 proved, 1 refuted, 2 unusable input, 3 inconclusive, 130 interrupted. With 2 and 130 there is one"
     " line on standard error and nothing on standard output, also with --json."
 )
+PROGRAM_OF: Final = {"none": "none", **dict.fromkeys(("split", *CHOICES[2:]), "split")}
+"""What `--exchange` takes: every substrate has the same program."""
 MEANT: Final = {"program": {"capacity"}, "run": {"capacity"}}
 """Flags that mean something for what is no policy."""
 WHAT: Final = {"program": "a file of programs", "run": "a recorded run"}
@@ -101,6 +104,11 @@ def parser(name: str) -> Parser:
     )
     ranks.add_argument(
         "--cut", choices=CUTS, help="where prefill stops: between layers, or inside them too (default: layer)"
+    )
+    ranks.add_argument(
+        "--exchange",
+        choices=tuple(PROGRAM_OF),
+        help="rows reach experts by an expert exchange, P's dispatch split behind its notification (default: none)",
     )
     scope = made.add_argument_group("scope of the search")
     scope.add_argument("--segments", metavar="N|N-M", help="safe boundaries of an epoch (default: 1-3)")
@@ -183,7 +191,7 @@ def _world(given: dict[str, Any], size: int) -> World:
     least = next((n for n in range(2, size + 1) if size % n == 0), 1)
     return World(
         size, given.get("adp", least), given.get("ep", size), given.get("gather", "cross"), given.get("route", "auto"),
-        given.get("cut", "layer"),
+        given.get("cut", "layer"), PROGRAM_OF[given.get("exchange", "none")],
     )
 
 

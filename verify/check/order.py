@@ -45,7 +45,7 @@ def certified(options: Options, make_policy: MakePolicy, guard: Guard) -> Answer
     assert options.layers is not None
     route = getattr(make_policy(options.target, _scenario(options, World(2)).limits), "route", None)
     world = options.certified.under(route)
-    small = World(2, min(2, world.adp), 1, world.gather, world.route, world.cut)
+    small = replace(world, size=2, adp=min(2, world.adp), ep=2 if world.splits else 1)
     if not _fixed(_scenario(replace(options, layers=min(options.layers, FEW)), small), make_policy, guard):
         return None
     steps = _entered(_scenario(options, small), make_policy, guard)
@@ -77,7 +77,7 @@ def _scenario(options: Options, world: World) -> Scenario:
     """Two turns that decode, then a prompt whose P meets their D in each layer."""
     assert options.layers is not None
     replicas = range(world.adp)
-    out = options.layers + 2  # the first token is drawn by P
+    out = world.boundaries(options.layers) + 2  # the first token is drawn by P
     entries = [(0, _submit(replica, replica, out)) for replica in replicas]
     entries.append((START, _submit(world.adp, 0, 1)))
     blocks = -(-(out + 4) // 4) * 2 + 2

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Things = tuple[tuple[Any, ...], ...]
 
+_OF_EPOCH = frozenset(work.__code__ for work in (Epoch._stand, Epoch._finish, Epoch._through))
+"""They wait for device work, and go on with P's own forward: what others see of it, the rank's task publishes."""
+
 _PHASE_OF = {
     "reached": Phase.P, "enqueued": Phase.P, "completed": Phase.P, "release": Phase.P,
     "drained": Phase.D, "launch_decode": Phase.D,
@@ -41,8 +44,8 @@ def touched(task: asyncio.Task[Any], rank: int) -> Things:
     if code is SimEvent.wait.__code__:
         return ()
     frame = getattr(coro, "cr_frame", None)
-    if code is Epoch._finish.__code__:
-        return () if frame is None or not frame.f_locals["self"].late else everything(rank)
+    if code in _OF_EPOCH:
+        return ()
     phases = gate_calls(code) if code is not None else None
     if phases is None or frame is None or not all(_harmless(value) for value in frame.f_locals.values()):
         return everything(rank)

@@ -67,12 +67,18 @@ _LEASE = Rule(
     "reservation", "paper section 6",
     "KV storage belongs to its request from admission until promotion, or until submitted work has drained",
 )  # fmt: skip
+_EXCHANGE = Rule(
+    "split dispatch", "paper section 5",
+    "P submits data only when the counts and the permit are there; what is abandoned behind its notification retires"
+    " its buffer until a quiescent point",
+)  # fmt: skip
 _SEAM = Rule("policy seam", "kernel.sched.policy", "plan is pure, turn awaits its gate alone, and both return")
 
 _BY_RULE = {
     **dict.fromkeys(("shared plan", "pure plan", "plan", "round", "inbox", "idle", "view"), _PLAN),
     **dict.fromkeys(("turnstile", "permit", "one dispatch", "one epoch"), _PERMIT),
     **dict.fromkeys(("promotion", "lease", "kv", "lag"), _LEASE),
+    "exchange": _EXCHANGE,
     "decode_bound": _PROGRESS,
     "epochs_complete": _COMPLETES,
     "order": _ORDER,

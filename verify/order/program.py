@@ -24,15 +24,16 @@ Step = tuple[int, int] | None
 """A P segment [start, end) of safe boundaries, or None for a D iteration."""
 
 
-def turnstile_steps(layers: int, span: int = 1, iterations: int | None = None, epochs: int = 1) -> list[Step]:
+def turnstile_steps(boundaries: int, span: int = 1, iterations: int | None = None, epochs: int = 1) -> list[Step]:
     """What every rank enqueues under the turnstile of `span` boundaries: D and P in turn, D first (paper section 4).
 
     iterations: D iterations in all; those left over when P has ended follow it, and where they end first P goes on
     alone. By default one before each segment and one after the last. Raises UsageError for a span below 1.
     """
-    if min(layers, span, epochs) < 1:
-        raise UsageError(f"layers {layers}, span {span}, epochs {epochs}: each is at least 1")
-    segments: list[Step] = [(at, min(at + span, layers)) for _ in range(epochs) for at in range(0, layers, span)]
+    if min(boundaries, span, epochs) < 1:
+        raise UsageError(f"boundaries {boundaries}, span {span}, epochs {epochs}: each is at least 1")
+    starts = range(0, boundaries, span)
+    segments: list[Step] = [(at, min(at + span, boundaries)) for _ in range(epochs) for at in starts]
     decodes = len(segments) + 1 if iterations is None else iterations
     steps: list[Step] = []
     for number in range(max(decodes, len(segments))):
@@ -44,22 +45,21 @@ def from_program(
     world: World,
     layers: int,
     *,
-    exchange: str = "none",
     steps: Sequence[Step] | None = None,
     span: int = 1,
     lag: int = 1,
     weights: tuple[int, int] = (1, 1),
 ) -> Orders:
-    """The queues of all ranks when each enqueues `steps` (default: `turnstile_steps(layers, span)`).
+    """The queues of all ranks when each enqueues `steps` (default: `turnstile_steps`, over all boundaries).
 
     D's collectives stand in its launch stream, P's in P's, and routed ones in both, since event edges tie them to P's
     stream. lag: before D iteration n + 1 enters, the host has seen iteration n - lag finished (0: the one before). A P
     stream of which everything is routed is no queue of its own. weights: room of a D and of a P kernel on a device.
-    Raises UsageError for layers or an exchange that cannot be.
+    Raises UsageError for layers that cannot be.
     """
     world = world.under(None)
-    steps = turnstile_steps(layers, span) if steps is None else steps
-    programs = {phase: Program(world, phase, layers, exchange) for phase in Phase}
+    steps = turnstile_steps(world.boundaries(layers), span) if steps is None else steps
+    programs = {phase: Program(world, phase, layers) for phase in Phase}
     orders = Orders()
     groups = _communicators(orders, programs, weights)
     index = {role: _index(parts, world.size) for role, parts in world.groups.items()}
@@ -85,7 +85,7 @@ def from_program(
         _harvests(orders, calls, starts, index, harvests, ends, world)
     decodes, segments = len(ends), len(steps) - len(ends)
     orders.scope = (
-        f"{world}, {layers} layers, exchange {exchange}, every rank enqueues {decodes} D iterations and"
+        f"{world}, {layers} layers, every rank enqueues {decodes} D iterations and"
         f" {segments} P segments in the turnstile's order: {len(orders.comm)} collectives, {orders.kernels} kernels"
     )
     return orders

@@ -22,7 +22,7 @@ from verify.sim.waits import Wait
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernel.ports import Layout
+    from kernel.ports import ExpertExchange, Layout
     from kernel.program import Call
     from kernel.topology import Role
     from verify.sim.scheduler import Scheduler
@@ -64,6 +64,11 @@ class SimEvent(Generic[T]):
             self.received = True
             raise self.error
         return self._value
+
+    @property
+    def known(self) -> bool:
+        """As `done`, for whoever has waited for it: an answer that no schedule can change."""
+        return self._done
 
     def returned(self, value: T) -> None:
         """The host has run the work."""
@@ -179,6 +184,7 @@ class SimDevice:
         self.launches, self.graphs = launches, graphs
         self._graph: Launch | None = None
         self.layout: Layout = SimLayout()
+        self.expert_exchange: ExpertExchange | None = None
         self._communicators = communicators
         self._weights = dict(zip((Phase.D, Phase.P), weights, strict=True))
         chip.width, chip.least = sum(weights), min(weights)
@@ -276,6 +282,16 @@ class SimDevice:
         communicator = self._communicators.of(phase, role, self.rank)
         self._put(queue, communicator.kernel(self.rank, Shape(op, rows, queue.phase), self._weights[phase]))
         return communicator.members
+
+    def marked(self, name: str) -> SimEvent[None]:
+        """An event behind what has been enqueued on the stream whose work is running."""
+        queue = self._queue("an event")
+        event: SimEvent[None] = SimEvent(f"{name} on rank {self.rank}", self.chip.scheduler)
+        event.returned(None)
+        marker = Kernel(name, then=lambda: self._finished(marker))
+        self._open[marker] = event
+        self._put(queue, marker)
+        return event
 
     def routed(self, work: Callable[[], T]) -> T:
         """Run `work` of P with D's stream as its target, with edges from and to P's stream."""

@@ -103,6 +103,9 @@ class SimModel:
         for layer in range(self.layers):
             if rows:
                 device.compute(f"{phase} attention {layer}", attention)
+            if step.exchanges:
+                hidden = self._same(await self._exchanged(step, layer, hidden), own, f"join {layer}")
+                continue
             if layer:
                 await step.boundary(layer)
             full = step.gather(layer, hidden)
@@ -116,6 +119,19 @@ class SimModel:
         for row in rows:
             self._kv.enqueued(phase, row, last)
         return [self._draw(row, context) for row, context in zip(rows, contexts, strict=True)]
+
+    async def _exchanged(self, step: Step, layer: int, hidden: int) -> int:
+        """One layer behind its attention, with an expert exchange."""
+        mine = step.share(layer, hidden)
+        step.notify(layer, mine)
+        await step.notified(layer)
+        came = step.dispatch(layer, mine, None)
+        cost = self._cost.experts(self.world, step.phase, came.rows)
+        self._device.compute(f"{step.phase} experts {layer}", cost)
+        await step.inner(layer)
+        back = self._same(step.combine(layer, came.rows), mine, f"combine {layer}")
+        joined: int = step.join(layer, back)
+        return joined
 
     def _draw(self, row: Row, context: int) -> Sampled | None:
         if row.sample is None:

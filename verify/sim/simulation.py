@@ -47,7 +47,7 @@ class Engine:
         return Limits(
             size=world.size,
             replicas=world.adp,
-            boundaries=self.layers * world.cuts,
+            boundaries=world.boundaries(self.layers),
             prefill_tokens=self.prefill_tokens,
             rows=self.rows,
             granule=world.atp,

@@ -13,6 +13,7 @@ from kernel.errors import UsageError
 from verify.sim.collectives import Communicators, Cost
 from verify.sim.device import SimDevice
 from verify.sim.errors import Deadlock
+from verify.sim.exchange import SimExchange, Told
 from verify.sim.kernels import Chip, Entry
 from verify.sim.launches import Launches
 from verify.sim.loop import RankLoop
@@ -102,7 +103,7 @@ class SimWorld:
         scheduler.trace = trace
         self.hall = Hall(world.size, scheduler, latency_ns, skew)
         communicators = Communicators(world, scheduler, collective_ns)
-        clock = SimClock(scheduler)
+        clock, told = SimClock(scheduler), Told()
         self.ranks: list[SimRank] = []
         for rank in range(world.size):
             lines: list[Entry] = []
@@ -110,6 +111,8 @@ class SimWorld:
             chip.idle = self._look
             launches = Launches(rank, scheduler, depth) if depth is not None else None
             device = SimDevice(chip, communicators, weights, launches, graphs)
+            if world.splits:
+                device.expert_exchange = SimExchange(device, world.size, told)
             rendezvous = SimRendezvous(self.hall, rank, lines if log else None)
             own = loop(rank, scheduler)
             chip.launches = rendezvous.host = own.host = launches

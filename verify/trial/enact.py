@@ -21,6 +21,7 @@ from verify.trial.guard import Guard, raised_at
 from verify.trial.monitor import PATIENCE, Bound, RankMonitor, WatchedJournal, WatchedRendezvous
 from verify.trial.scenario import VOCAB, Feeder, Scenario
 from verify.trial.watched import Watched
+from verify.trial.watched_exchange import WatchedExchange
 
 if TYPE_CHECKING:
     from kernel.inbox import UsePolicy
@@ -154,6 +155,8 @@ class _Actor:
         self.feeder = Feeder(scenario, sim.rank, inbox)
         self.model = SimModel(scenario.world, sim.device, scenario.segments, FREE, SimKV(scenario.block_size), VOCAB)
         limits = scenario.limits
+        if sim.device.expert_exchange is not None:
+            sim.device.expert_exchange = WatchedExchange(sim.device.expert_exchange, monitor)
 
         def make(spec: str) -> Policy:
             # A Protocol's class variables cannot be told from this object's own attributes of the same names.

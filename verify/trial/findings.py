@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kernel.errors import (
     Divergence,
+    ExchangeError,
     LeaseExpired,
     ModelError,
     OrderViolation,
@@ -64,6 +65,7 @@ _KINDS: tuple[tuple[type[TurnstileError], Class, str], ...] = (
     (Divergence, Class.RULE, "shared plan"),
     (OrderViolation, Class.RULE, "order"),
     (ProtocolError, Class.RULE, "turnstile"),
+    (ExchangeError, Class.RULE, "exchange"),
     (LeaseExpired, Class.INVARIANT, "lease"),
     (ModelError, Class.INVARIANT, "kv"),
     (RankLost, Class.MISSING, "deadlock_free"),
@@ -84,7 +86,7 @@ def from_error(error: BaseException, rank: int = -1, round_: int = -1) -> Findin
         if isinstance(error, kind):
             if isinstance(error, Divergence):
                 rank, round_ = (error.ranks[0] if len(error.ranks) == 1 else -1), error.round
-            elif isinstance(error, ProtocolError):
+            elif isinstance(error, ProtocolError | ExchangeError):
                 rank = error.rank
             return Finding(cls, rule, say, rank, round_)
     return Finding(Class.EXCEPTION, "kernel", f"{type(error).__name__}: {say}", rank, round_)

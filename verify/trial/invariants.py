@@ -27,6 +27,7 @@ RULES = {
     "lease": "submitted work touches only blocks of a lease that is still held; slots are held by one turn (section 6)",
     "permit": "P passes only boundaries that were granted, each once, in order (section 4)",
     "one dispatch": "at most one P segment and one D iteration are pending on a rank (section 5)",
+    "exchange": "P's data goes behind its permit, on a buffer that no abandoned operation has retired (section 5)",
     "promotion": "an epoch is promoted once all of it has finished, on all ranks (section 6)",
     "lag": "tokens are committed one round after their D iteration was launched; ended turns decode no more",
     "view": "a view says what its rank holds",
@@ -34,10 +35,10 @@ RULES = {
 """What `Finding.rule` of class invariant means."""
 
 
-def broken(rank: Rank, rule: str, say: str) -> NoReturn:
+def broken(rank: Rank, rule: str, say: str, cls: Class = Class.INVARIANT) -> NoReturn:
     """Raise Found: an invariant does not hold on `rank`."""
     round_ = rank._plan.round
-    raise Found(Finding(Class.INVARIANT, rule, f"{say} (rank {rank.rank}, round {round_})", rank.rank, round_))
+    raise Found(Finding(cls, rule, f"{say} (rank {rank.rank}, round {round_})", rank.rank, round_))
 
 
 class Invariants:
@@ -69,6 +70,14 @@ class Invariants:
             reached = rank.turnstile.snapshot.reached
             broken(rank, "one dispatch", f"P e{epoch} submits [{start},{end}) while it stands at boundary {reached}")
         self._end = epoch, end
+
+    def data(self, epoch: int, layer: int) -> None:
+        """P submits the data of a dispatch that its peers were notified of."""
+        rank = self.rank
+        boundary, granted = layer * rank.world.cuts + 1, self._asked.get(epoch, 0)
+        if boundary >= granted:
+            say = f"P e{epoch} submits data of layer {layer}, behind boundary {boundary}"
+            broken(rank, "exchange", f"{say}, with boundaries up to {granted} granted", Class.RULE)
 
     def iteration(self) -> None:
         """This round's D iteration is about to be submitted."""

@@ -84,7 +84,7 @@ class Scenario:
         return Limits(
             size=self.world.size,
             replicas=self.world.adp,
-            boundaries=self.segments * self.world.cuts,
+            boundaries=self.world.boundaries(self.segments),
             prefill_tokens=self.prefill_tokens,
             rows=self.rows,
             granule=self.world.atp,
@@ -118,8 +118,9 @@ class Scenario:
         """As JSON takes it; `from_dict` is the inverse."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["world"] = dataclasses.asdict(self.world)
-        if self.world.cut == "layer":
-            del plain["world"]["cut"]  # keeps tokens short, and those of before it valid
+        for name, usual in (("cut", "layer"), ("exchange", "none")):
+            if plain["world"][name] == usual:
+                del plain["world"][name]  # keeps tokens short, and those of before it valid
         plain["entries"] = [[round_, type(entry).__name__, dataclasses.asdict(entry)] for round_, entry in self.entries]
         plain["late"] = [list(each) for each in self.late]
         plain["weights"] = list(self.weights)

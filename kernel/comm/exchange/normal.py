@@ -1,0 +1,103 @@
+"""P's expert exchange over any wire of host memory: counts first, then exactly the rows they promise (paper section 5).
+
+Rows travel once to each rank that holds an expert of theirs. Results come back weighted and summed over that rank's
+experts, and are added up at their source in order of ranks, so that they do not depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernel.comm.exchange.routing import Packing, at_home, destinations, presence, summed
+from kernel.exchange.states import Normal, Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernel.comm.exchange.wire import Matrix, Wire
+    from kernel.exchange.shape import Shape
+    from kernel.ports import Event, Received
+
+
+class PendingDispatch:
+    """`kernel.ports.Pending`: what one notification promised, and all that is needed to keep the promise.
+
+    sources: which rows go where, in the form that the substrate needs.
+    """
+
+    __slots__ = ("event", "experts", "number", "place", "sources")
+
+    def __init__(self, number: int, place: Place, experts: Tensor, sources: Tensor, event: Event[Matrix]) -> None:
+        self.number, self.place, self.experts, self.sources, self.event = number, place, experts, sources, event
+
+
+class NormalOverWire:
+    """`kernel.ports.NormalExchange` over `wire`. dtype: of the rows."""
+
+    def __init__(self, shape: Shape, wire: Wire, dtype: torch.dtype) -> None:
+        self._shape, self._wire, self._packing = shape, wire, Packing(shape, dtype)
+        self.states = Normal(wire.rank, shape.prefill_rows)
+        self._last: PendingDispatch | None = None
+        self._matrix: Matrix = ()
+
+    def notify(self, place: Place, experts: Tensor) -> PendingDispatch:
+        """See the port."""
+        number = self.states.notify(place, experts.shape[0])
+        present = presence(experts, self._shape)
+        counts = present.sum(0).tolist()
+        event = self._wire.announce(counts, f"notify of {place}")
+        self._last = PendingDispatch(number, place, experts, destinations(present), event)
+        return self._last
+
+    def permit(self, pending: PendingDispatch) -> None:
+        """See the port."""
+        self.states.permit(pending.number)
+
+    def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
+        """See the port."""
+        self.states.submit(pending.number, counted=pending.event.done())
+        self._matrix = value_of(pending.event)
+        packed = self._packing.pack(rows, pending.experts, weights).index_select(0, pending.sources)
+        came = self._wire.move(packed, self._matrix, f"dispatch of {pending.place}")
+        return at_home(*self._packing.unpack(came), self._shape, self._wire.rank)
+
+    def combine(self, place: Place, results: Tensor) -> Tensor:
+        """See the port."""
+        pending = self._last
+        self.states.combine(place)
+        assert pending is not None
+        back = returned(self._wire, results, self._matrix, f"combine of {place}")
+        return summed(back, pending.sources, pending.experts.shape[0])
+
+    def abandon(self, why: str) -> bool:
+        """See the port."""
+        return self.states.abandon(why)
+
+    def quiesce(self) -> None:
+        """See the port. What was notified of has arrived once its counts are there: no data was submitted behind it."""
+        self.states.quiesce(drained=self._last is None or self._last.event.done())
+        self._last = None
+
+    def close(self) -> None:
+        """See the port."""
+        self._wire.close()
+
+
+def returned(wire: Wire, results: Tensor, matrix: Matrix, label: str) -> Tensor:
+    """Results [received, hidden] back to where their rows came from: [sent, hidden]."""
+    hidden = results.shape[1]
+    packed = results.contiguous().view(torch.uint8).view(results.shape[0], hidden * results.element_size())
+    back = wire.move(packed, [list(column) for column in zip(*matrix, strict=True)], label)
+    return back.view(results.dtype).view(-1, hidden)
+
+
+def value_of(event: Any) -> Any:
+    """What a completion that is done holds."""
+    coroutine = event.wait()
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("an event that is done suspended whoever asked for its value")

@@ -1,0 +1,328 @@
+"""What an expert exchange may do next: P's normal buffer and D's low-latency buffer of one rank. Pure; paper section 5.
+
+    P   idle --notify--> notified --(counts, permit) submit--> submitted --combine--> idle
+                             |                                     |
+                             +------------- abandon ---------------+--> retired --quiesce--> idle
+
+    D   idle --dispatch--> dispatched --combine--> idle
+
+At most one dispatch is pending on a buffer. What peers were notified of cannot be taken back, so an operation that is
+abandoned behind its notification retires the buffer until a quiescent point, which the plan fixes for all ranks. D's
+operations alternate between two halves of its buffer by a bit of the host, which a captured graph freezes: a graph, and
+what runs between two replays, must hold an even number of them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from kernel.errors import (
+    BufferRetired,
+    DispatchPending,
+    ExchangeError,
+    NotDispatched,
+    NotNotified,
+    NotPermitted,
+    NotQuiescent,
+    OddGraph,
+    RowLimit,
+    RowsChanged,
+    StillHeld,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Place(NamedTuple):
+    """Where in a run an operation belongs. epoch: P's epoch, or D's round."""
+
+    epoch: int = -1
+    layer: int = -1
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch} layer {self.layer}"
+
+
+class State(StrEnum):
+    """Of a buffer."""
+
+    IDLE = "idle"
+    NOTIFIED = "notified"
+    SUBMITTED = "submitted"
+    RETIRED = "retired"
+
+
+class Normal:
+    """P's buffer on `rank`. Not thread-safe: P's work calls it, and the loop where P has none.
+
+    state: where it stands. place: of the pending operation, or of the last one. most: rows of an operation.
+    """
+
+    def __init__(self, rank: int, most: int) -> None:
+        self.rank, self.most = rank, most
+        self.state = State.IDLE
+        self.place = Place()
+        self.operations = 0
+        self._permitted = False
+        self._why = ""
+
+    @property
+    def pending(self) -> bool:
+        """An operation is under way, so that nothing else may use the buffer."""
+        return self.state in (State.NOTIFIED, State.SUBMITTED)
+
+    def notify(self, place: Place, rows: int) -> int:
+        """Tell peers how many rows will come; the operation's number, for `permit` and `submit`.
+
+        Raises DispatchPending, BufferRetired, RowLimit.
+        """
+        self._alive(place)
+        if self.pending:
+            raise self._error(
+                DispatchPending,
+                f"P notifies of a second dispatch while that of {self.place} is {self.state}",
+                place,
+                "combine the pending one first: a P buffer holds one",
+            )
+        if rows > self.most:
+            raise self._error(
+                RowLimit,
+                f"P dispatches {rows} rows over an exchange built for {self.most}",
+                place,
+                "raise its row limit (the prefill budget of tokens) or admit fewer tokens",
+            )
+        self.state, self.place, self._permitted = State.NOTIFIED, place, False
+        self.operations += 1
+        return self.operations
+
+    def permit(self, number: int) -> None:
+        """The turnstile has let P pass the boundary behind this notification. Raises NotNotified, BufferRetired."""
+        self._pending_is(number, State.NOTIFIED, "is permitted")
+        self._permitted = True
+
+    def submit(self, number: int, *, counted: bool) -> None:
+        """Data goes. counted: the counts of all peers are there. Raises NotNotified, NotPermitted, BufferRetired."""
+        self._pending_is(number, State.NOTIFIED, "is submitted")
+        if not counted:
+            raise self._error(
+                NotNotified,
+                "P submits data before the counts of its peers are there",
+                self.place,
+                "await step.ready(pending.event) first",
+            )
+        if not self._permitted:
+            raise self._error(
+                NotPermitted,
+                "P submits data before the turnstile permits it",
+                self.place,
+                "await step.notified(layer) between notify and dispatch",
+            )
+        self.state = State.SUBMITTED
+
+    def combine(self, place: Place) -> None:
+        """Results go back, and the buffer is free. Raises NotDispatched, BufferRetired."""
+        self._alive(place)
+        if self.state is not State.SUBMITTED:
+            raise self._error(
+                NotDispatched,
+                f"P combines while its buffer is {self.state}",
+                place,
+                "dispatch first: each combine belongs to one dispatch",
+            )
+        if place != self.place:
+            raise self._error(
+                NotDispatched,
+                f"P combines for another dispatch than the pending one of {self.place}",
+                place,
+                "combine each layer before the next one notifies",
+            )
+        self.state = State.IDLE
+
+    def abandon(self, why: str) -> bool:
+        """Give up the pending operation, if there is one: the buffer is retired. Whether it is retired now."""
+        if self.pending:
+            self.state, self._why = State.RETIRED, why
+        return self.state is State.RETIRED
+
+    def quiesce(self, *, drained: bool) -> None:
+        """A point that the plan fixes for all ranks, with no P in flight anywhere: a retired buffer is idle again.
+
+        drained: everything that was enqueued on the buffer has finished here. Raises NotQuiescent.
+        """
+        if self.pending or not drained:
+            doing = f"its dispatch is {self.state}" if self.pending else "what it notified of has not arrived"
+            raise self._error(
+                NotQuiescent,
+                f"P's buffer is cleaned while {doing}",
+                self.place,
+                "wait until P has drained, or abandon the operation first",
+            )
+        self.state, self._why = State.IDLE, ""
+
+    def _pending_is(self, number: int, state: State, what: str) -> None:
+        self._alive(self.place)
+        if self.state is not state or number != self.operations:
+            raise self._error(
+                NotNotified,
+                f"operation {number} of P {what} while operation {self.operations} is {self.state}",
+                self.place,
+                "notify first: one notification, one submission",
+            )
+
+    def _alive(self, place: Place) -> None:
+        if self.state is State.RETIRED:
+            raise self._error(
+                BufferRetired,
+                f"P uses a buffer that was retired at {self.place} ({self._why})",
+                place,
+                "wait for the quiescent point, the next epoch's activation",
+            )
+
+    def _error(self, kind: type[ExchangeError], what: str, place: Place, instead: str) -> ExchangeError:
+        return kind(what, rank=self.rank, epoch=place.epoch, layer=place.layer, instead=instead)
+
+
+class Hold:
+    """A captured graph's claim on D's buffer. operations: of the low-latency path that it holds."""
+
+    __slots__ = ("name", "operations")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.operations = name, 0
+
+
+class LowLatency:
+    """D's buffer on `rank`: `most` rows of each rank in every operation, which fixes its layout for good."""
+
+    def __init__(self, rank: int, most: int) -> None:
+        self.rank, self.most = rank, most
+        self.operations = 0
+        self.place = Place()
+        self._dispatched = self._closed = False
+        self._eager = 0
+        self._capturing: Hold | None = None
+        self._held: list[Hold] = []
+
+    def dispatch(self, place: Place, rows: int, most: int | None = None) -> None:
+        """Send own rows. most: the row limit that the caller's layout assumes, None for the buffer's.
+
+        Raises DispatchPending, RowLimit, RowsChanged, StillHeld (after `close`).
+        """
+        self._open(place)
+        if self._dispatched:
+            raise self._error(
+                DispatchPending,
+                f"D dispatches again before the combine of {self.place}",
+                place,
+                "two low-latency operations in flight on one buffer corrupt it: combine first",
+            )
+        if most is not None and most != self.most:
+            raise self._error(
+                RowsChanged,
+                f"D dispatches with a maximum of {most} rows a rank over a buffer laid out for {self.most}",
+                place,
+                "use one maximum for all graphs and eager forwards that share a buffer",
+            )
+        if rows > self.most:
+            raise self._error(
+                RowLimit,
+                f"D dispatches {rows} rows over an exchange built for {self.most} a rank",
+                place,
+                "raise its row limit (rows of a replica times draft tokens) or decode fewer rows",
+            )
+        self._dispatched, self.place = True, place
+        self._count()
+
+    def combine(self, place: Place) -> None:
+        """Results go back. Raises NotDispatched, StillHeld."""
+        self._open(place)
+        if not self._dispatched:
+            raise self._error(
+                NotDispatched, "D combines without a dispatch", place, "dispatch first: each combine belongs to one"
+            )
+        self._dispatched = False
+        self._count()
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    def capture(self, name: str) -> Hold:
+        """A capture begins; operations until `captured` belong to its graph. Raises OddGraph, StillHeld."""
+        self._open(self.place)
+        if self._capturing is not None:
+            raise self._error(
+                OddGraph, f"graph {name} is captured inside graph {self._capturing.name}", self.place, "end that first"
+            )
+        self._even(f"graph {name} is captured")
+        self._capturing = Hold(name)
+        return self._capturing
+
+    def captured(self, hold: Hold, *, well: bool = True) -> None:
+        """The capture has ended, `well` or by an error, which leaves no graph. Raises OddGraph."""
+        self._capturing = None
+        if not well:
+            self._dispatched = False
+            return
+        if hold.operations % 2:
+            self._dispatched = False
+            raise self._error(
+                OddGraph,
+                f"graph {hold.name} holds {hold.operations} low-latency operations",
+                self.place,
+                "a graph needs an even number: dispatch and combine of whole layers",
+            )
+        self._held.append(hold)
+
+    def replay(self, hold: Hold) -> None:
+        """A graph is launched. Raises OddGraph after an odd number of eager operations, StillHeld once dropped."""
+        if hold not in self._held:
+            raise self._error(
+                StillHeld, f"graph {hold.name} is replayed after it was dropped", self.place, "capture it again"
+            )
+        self._even(f"graph {hold.name} is replayed")
+
+    def drop(self, hold: Hold) -> None:
+        """A graph is gone. Idempotent."""
+        if hold in self._held:
+            self._held.remove(hold)
+
+    @property
+    def graphs(self) -> Iterator[str]:
+        """Names of the graphs that hold pointers into the buffer."""
+        return (hold.name for hold in self._held)
+
+    def close(self) -> None:
+        """The buffer goes. Raises StillHeld while a graph holds pointers into it. Idempotent."""
+        if self._held:
+            names = ", ".join(self.graphs)
+            raise self._error(
+                StillHeld,
+                f"D's exchange is destroyed while graph {names} holds pointers into it",
+                self.place,
+                "reset the graphs first",
+            )
+        self._closed = True
+
+    def _count(self) -> None:
+        self.operations += 1
+        if self._capturing is not None:
+            self._capturing.operations += 1
+        else:
+            self._eager += 1
+
+    def _even(self, what: str) -> None:
+        if self._eager % 2:
+            raise self._error(
+                OddGraph,
+                f"{what} after {self._eager} eager low-latency operations",
+                self.place,
+                "an even number must lie between replays: combine what was dispatched",
+            )
+
+    def _open(self, place: Place) -> None:
+        if self._closed:
+            raise self._error(StillHeld, "D uses an exchange that was destroyed", place, "build it anew")
+
+    def _error(self, kind: type[ExchangeError], what: str, place: Place, instead: str) -> ExchangeError:
+        return kind(what, rank=self.rank, epoch=place.epoch, layer=place.layer, instead=instead)

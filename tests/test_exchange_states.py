@@ -1,0 +1,221 @@
+"""The states of an expert exchange: every misuse has its own error; a small model as the oracle of what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kernel.errors import (
+    BufferRetired,
+    DispatchPending,
+    ExchangeError,
+    NotDispatched,
+    NotNotified,
+    NotPermitted,
+    NotQuiescent,
+    OddGraph,
+    RowLimit,
+    RowsChanged,
+    StillHeld,
+)
+from kernel.exchange.lifetime import Lifetime
+from kernel.exchange.states import LowLatency, Normal, Place, State
+
+HERE = Place(3, 7)
+
+
+def notified(most: int = 8) -> tuple[Normal, int]:
+    buffer = Normal(1, most)
+    return buffer, buffer.notify(HERE, 4)
+
+
+def submitted() -> Normal:
+    buffer, number = notified()
+    buffer.permit(number)
+    buffer.submit(number, counted=True)
+    return buffer
+
+
+def retired() -> Normal:
+    buffer, _ = notified()
+    assert buffer.abandon("its request was cancelled")
+    return buffer
+
+
+MISUSES = {
+    "second notification": (DispatchPending, lambda: notified()[0].notify(Place(3, 8), 1), "second dispatch"),
+    "notify while submitted": (DispatchPending, lambda: submitted().notify(Place(3, 8), 1), "is submitted"),
+    "submit before notify": (NotNotified, lambda: Normal(1, 8).submit(0, counted=True), "notify first"),
+    "submit before counts": (NotNotified, lambda: notified()[0].submit(1, counted=False), "step.ready"),
+    "submit before permit": (NotPermitted, lambda: notified()[0].submit(1, counted=True), "step.notified"),
+    "permit of nothing": (NotNotified, lambda: Normal(1, 8).permit(1), "notify first"),
+    "submit of an old one": (NotNotified, lambda: notified()[0].submit(0, counted=True), "operation 0"),
+    "combine without dispatch": (NotDispatched, lambda: Normal(1, 8).combine(HERE), "dispatch first"),
+    "combine while notified": (NotDispatched, lambda: notified()[0].combine(HERE), "is notified"),
+    "combine of another layer": (NotDispatched, lambda: submitted().combine(Place(3, 8)), "epoch 3 layer 7"),
+    "rows above the limit": (RowLimit, lambda: Normal(1, 8).notify(HERE, 9), "9 rows over an exchange built for 8"),
+    "notify when retired": (BufferRetired, lambda: retired().notify(Place(4, 0), 1), "its request was cancelled"),
+    "permit when retired": (BufferRetired, lambda: retired().permit(1), "quiescent point"),
+    "submit when retired": (BufferRetired, lambda: retired().submit(1, counted=True), "quiescent point"),
+    "combine when retired": (BufferRetired, lambda: retired().combine(HERE), "quiescent point"),
+    "cleaned while notified": (NotQuiescent, lambda: notified()[0].quiesce(drained=True), "is notified"),
+    "cleaned before drained": (NotQuiescent, lambda: retired().quiesce(drained=False), "has not arrived"),
+}
+
+
+@pytest.mark.parametrize("what", MISUSES)
+def test_each_misuse_of_p_has_its_own_error(what: str) -> None:
+    kind, misuse, words = MISUSES[what]
+    with pytest.raises(ExchangeError, match=words) as caught:
+        misuse()
+    assert type(caught.value) is kind
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "rank 1" in text
+    assert caught.value.rank == 1
+
+
+def test_what_was_abandoned_is_usable_again_behind_the_quiescent_point() -> None:
+    buffer = retired()
+    buffer.quiesce(drained=True)
+    assert buffer.state is State.IDLE
+    number = buffer.notify(Place(4, 0), 8)
+    buffer.permit(number)
+    buffer.submit(number, counted=True)
+    buffer.combine(Place(4, 0))
+
+
+def test_abandoning_nothing_retires_nothing() -> None:
+    assert not Normal(0, 8).abandon("nobody asked")
+
+
+def test_each_misuse_of_d_has_its_own_error() -> None:
+    def fails(kind: type[ExchangeError], words: str, misuse: object, *args: object, **more: object) -> None:
+        with pytest.raises(ExchangeError, match=words) as caught:
+            misuse(*args, **more)  # type: ignore[operator]
+        assert type(caught.value) is kind
+        assert "\n" not in str(caught.value)
+        assert f"rank 2, epoch {caught.value.epoch}, layer {caught.value.layer}" in str(caught.value)
+
+    buffer = LowLatency(2, 16)
+    fails(NotDispatched, "without a dispatch", buffer.combine, HERE)
+    fails(RowLimit, "17 rows over an exchange built for 16", buffer.dispatch, HERE, 17)
+    fails(RowsChanged, "maximum of 32 rows", buffer.dispatch, HERE, 3, 32)
+    buffer.dispatch(HERE, 16)
+    fails(DispatchPending, "combine first", buffer.dispatch, HERE, 1)
+    fails(OddGraph, "after 1 eager", buffer.capture, "D 64")
+    buffer.combine(HERE)
+    hold = buffer.capture("D 64")
+    fails(OddGraph, "inside graph D 64", buffer.capture, "D 32")
+    buffer.dispatch(HERE, 16)
+    fails(OddGraph, "holds 1 low-latency operations", buffer.captured, hold)
+    hold = buffer.capture("D 32")
+    buffer.dispatch(HERE, 16)
+    buffer.combine(HERE)
+    buffer.captured(hold)
+    buffer.replay(hold)
+    buffer.dispatch(HERE, 1)
+    fails(OddGraph, "graph D 32 is replayed after", buffer.replay, hold)
+    buffer.combine(HERE)
+    fails(StillHeld, "graph D 32 holds pointers", buffer.close)
+    buffer.drop(hold)
+    buffer.drop(hold)
+    fails(StillHeld, "after it was dropped", buffer.replay, hold)
+    buffer.close()
+    buffer.close()
+    fails(StillHeld, "destroyed", buffer.dispatch, HERE, 1)
+
+
+def test_a_capture_that_failed_leaves_no_graph() -> None:
+    buffer = LowLatency(0, 4)
+    hold = buffer.capture("D 4")
+    buffer.dispatch(HERE, 4)
+    buffer.captured(hold, well=False)
+    buffer.dispatch(HERE, 4)
+    buffer.combine(HERE)
+    buffer.close()
+
+
+def test_shared_initialisation_lives_while_anybody_reaches_it() -> None:
+    ends: list[int] = []
+    shared = Lifetime(0, "NVSHMEM", lambda: ends.append(1))
+    for who in ("P", "D", "graph D 64"):
+        shared.hold(who)
+    with pytest.raises(StillHeld, match="D holds NVSHMEM twice"):
+        shared.hold("D")
+    for who in ("D", "P"):
+        shared.drop(who)
+        with pytest.raises(StillHeld, match=r"finalised while .*graph D 64 can reach it"):
+            shared.end()
+    assert shared.holders == ("graph D 64",)
+    shared.drop("graph D 64")
+    shared.drop("graph D 64")
+    shared.end()
+    shared.end()
+    assert ends == [1]
+    with pytest.raises(StillHeld, match="which has ended"):
+        shared.hold("P")
+
+
+class Buffer(RuleBasedStateMachine):
+    """Random use: an operation is refused exactly where this table of three facts says so, and changes nothing then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = Normal(0, 8)
+        self.state, self.permitted, self.layer, self.number = "idle", False, 0, 0
+
+    def attempt(self, allowed: bool, call: object, *args: object, **more: object) -> bool:
+        before = self.real.state
+        try:
+            call(*args, **more)  # type: ignore[operator]
+        except ExchangeError:
+            assert not allowed
+            assert self.real.state is before
+            return False
+        assert allowed
+        return True
+
+    @rule(rows=st.integers(0, 10))
+    def notify(self, rows: int) -> None:
+        if self.attempt(self.state == "idle" and rows <= 8, self.real.notify, Place(0, self.layer + 1), rows):
+            self.state, self.permitted = "notified", False
+            self.layer += 1
+            self.number += 1
+
+    @rule(back=st.integers(0, 1))
+    def permit(self, back: int) -> None:
+        if self.attempt(self.state == "notified" and not back, self.real.permit, self.number - back):
+            self.permitted = True
+
+    @rule(counted=st.booleans())
+    def submit(self, counted: bool) -> None:
+        allowed = self.state == "notified" and self.permitted and counted
+        if self.attempt(allowed, self.real.submit, self.number, counted=counted):
+            self.state = "submitted"
+
+    @rule(back=st.integers(0, 1))
+    def combine(self, back: int) -> None:
+        if self.attempt(self.state == "submitted" and not back, self.real.combine, Place(0, self.layer - back)):
+            self.state = "idle"
+
+    @precondition(lambda self: self.state != "idle")
+    @rule()
+    def abandon(self) -> None:
+        assert self.real.abandon("test")
+        self.state = "retired"
+
+    @rule(drained=st.booleans())
+    def quiesce(self, drained: bool) -> None:
+        if self.attempt(self.state in ("idle", "retired") and drained, self.real.quiesce, drained=drained):
+            self.state = "idle"
+
+    @invariant()
+    def agree(self) -> None:
+        assert self.real.state == self.state
+
+
+TestBuffer = Buffer.TestCase
+TestBuffer.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
