@@ -1,6 +1,6 @@
 """One contract for every substrate of the expert exchange: values, sizes, states and concurrent phases.
 
-GPU substrates join by an entry of `tests.exchanges.SUBSTRATES` with `pytest.mark.gpu`.
+GPU substrates are those of `tests.exchanges.GPUS`, marked `gpu`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ pytest.importorskip("torch")
 from kernel.errors import Divergence, RankLost
 from kernel.exchange.states import Place
 from kernel.topology import World
-from tests.exchanges import SKEWS, SUBSTRATES, Case, Substrate, both, build, decode, on_device, prefill, raised
+from tests.exchanges import (  # noqa: E402
+    GPUS,
+    SKEWS,
+    SUBSTRATES,
+    Case,
+    Substrate,
+    both,
+    build,
+    decode,
+    on_device,
+    prefill,
+    raised,
+    replays,
+)
 from tests.ranks import Me, Ranks
 
 if TYPE_CHECKING:
@@ -25,7 +38,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-@pytest.fixture(scope="module", params=SUBSTRATES, ids=str)
+@pytest.fixture(
+    scope="module", params=[*SUBSTRATES, *(pytest.param(each, marks=pytest.mark.gpu) for each in GPUS)], ids=str
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     substrate: Substrate = request.param
     world = World(substrate.ranks, substrate.ranks, substrate.ranks)
@@ -73,6 +88,14 @@ def test_decode_moves_what_was_chosen(ranks: Ranks, case: Case) -> None:
 @settings(max_examples=12, deadline=None)
 def test_phases_interleave_without_a_wrong_value(ranks: Ranks, prefills: list[Case], decodes: list[Case]) -> None:
     good(ranks, both, prefills, decodes)
+
+
+@given(st.lists(cases(64), max_size=4), st.lists(cases(16), min_size=1, max_size=6))
+@settings(max_examples=12, deadline=None)
+def test_graphs_are_replayed_between_prefills(ranks: Ranks, prefills: list[Case], decodes: list[Case]) -> None:
+    if not ranks.substrate.graphs:  # type: ignore[attr-defined]
+        pytest.skip("this substrate has no graphs")
+    good(ranks, replays, prefills, decodes)
 
 
 async def cancelled(me: Me, case: Case, settle: bool) -> list[str]:
