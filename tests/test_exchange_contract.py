@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from kernel.errors import Divergence, RankLost
 from kernel.exchange.states import Place
 from kernel.topology import World
-from tests.exchanges import (  # noqa: E402
+from tests.exchanges import (
     GPUS,
     SKEWS,
     SUBSTRATES,

@@ -26,6 +26,8 @@ class CudaGraph:
         self._stream, self._shared = stream, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
+        self.ended: list[Callable[[], object]] = []
+        """Called once it is gone: by those whose memory it holds pointers into."""
 
     def capture(self, body: Callable[[], T]) -> T:
         """Run `body` once with the stream capturing: nothing runs on the device; its result has the graph's addresses.
@@ -82,3 +84,5 @@ class CudaGraph:
         graph, self._graph, self._result = self._graph, None, None
         if graph is not None:
             graph.reset()
+            for tell in self.ended:
+                tell()
