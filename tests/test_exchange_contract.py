@@ -38,9 +38,13 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-@pytest.fixture(
-    scope="module", params=[*SUBSTRATES, *(pytest.param(each, marks=pytest.mark.gpu) for each in GPUS)], ids=str
-)
+EACH = [
+    *(pytest.param(each, marks=[pytest.mark.slow] * each.slow) for each in SUBSTRATES),
+    *(pytest.param(each, marks=pytest.mark.gpu) for each in GPUS),
+]
+
+
+@pytest.fixture(scope="module", params=EACH, ids=str)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     substrate: Substrate = request.param
     world = World(substrate.ranks, substrate.ranks, substrate.ranks)
