@@ -5,6 +5,7 @@ GPU substrates are those of `tests.exchanges.GPUS`, marked `gpu`.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -44,14 +45,30 @@ EACH = [
 ]
 
 
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[tuple[int, int], Ranks]]:
+    """Ranks by (how many, bytes of their slots), which substrates share: to start them takes longest."""
+    made: dict[tuple[int, int], Ranks] = {}
+    with ExitStack() as stack:
+        yield made
+        for ranks in made.values():
+            stack.enter_context(ranks)
+
+
 @pytest.fixture(scope="module", params=EACH, ids=str)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(
+    request: pytest.FixtureRequest,
+    worlds: dict[tuple[int, int], Ranks],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Ranks:
     substrate: Substrate = request.param
-    world = World(substrate.ranks, substrate.ranks, substrate.ranks)
-    with Ranks(world, capacity=substrate.capacity, timeout_s=120) as ranks:
-        ranks.substrate = substrate  # type: ignore[attr-defined]
-        ranks.run(build, substrate, str(tmp_path_factory.mktemp("store") / "file"))
-        yield ranks
+    key = substrate.ranks, substrate.capacity
+    if key not in worlds:
+        worlds[key] = Ranks(World(substrate.ranks, substrate.ranks, substrate.ranks), capacity=key[1], timeout_s=120)
+    ranks = worlds[key]
+    ranks.substrate = substrate  # type: ignore[attr-defined]
+    ranks.run(build, substrate, str(tmp_path_factory.mktemp("store") / "file"))
+    return ranks
 
 
 def size(ranks: Ranks) -> int:
