@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from kernel.ports import ExpertExchange
     from kernel.sched.policy import Limits
     from kernel.topology import World
-    from models.config import DecoderConfig
     from rollout.device import DeviceOptions
     from rollout.links import Link
 
 
-def resolve(options: DeviceOptions, config: DecoderConfig, world: World) -> tuple[World, Choice]:
-    """(the world with its program's exchange, the substrate and why) for `--exchange`.
+def resolve(options: DeviceOptions, config: object, world: World) -> tuple[World, Choice]:
+    """(the world with its program's exchange, the substrate and why) for `--exchange`. config: of the model.
 
     Raises UsageError for an exchange that this world, model or device cannot have, PackageMissing.
     """
@@ -34,7 +33,7 @@ def resolve(options: DeviceOptions, config: DecoderConfig, world: World) -> tupl
     return replace(world, exchange=choice.program), choice
 
 
-def situation(options: DeviceOptions, config: DecoderConfig, world: World) -> Situation:
+def situation(options: DeviceOptions, config: object, world: World) -> Situation:
     """What is known of the world that this process starts, or was started in."""
     here = place()
     if here is None:
