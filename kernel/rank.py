@@ -244,7 +244,7 @@ class Rank:
         if not rows:
             self._journal.no_work(Phase.P, f"P e{number}")
 
-    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int, number: int) -> Step:
+    def _step(self, state: PhaseState, sizes: tuple[int, ...], live: int, number: int = -1) -> Step:
         journal, phase, size = self._journal, state.phase, sum(sizes)
 
         def watch(call: Call, finished: bool) -> None:

@@ -7,6 +7,7 @@ follows from `kernel.program` and from the plan's sizes. The step refuses a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kernel.errors import ModelError
@@ -16,6 +17,8 @@ from kernel.request import Phase
 from kernel.topology import Role
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from kernel.ports import (
         Collectives,
         Event,
@@ -262,11 +265,22 @@ class Step:
         """Collect the vocabulary shards of the sampled rows: [rows, vocab/a] -> [rows, vocab]."""
         return self._run(Site.HEAD, -1, shard)
 
-    def replayed(self) -> None:
+    def capturing(self, name: str) -> AbstractContextManager[Any]:
+        """Around the capture of a graph of one whole forward; gives what `replayed` and `dropped` name it by."""
+        return nullcontext() if self._low_latency is None else self._low_latency.capture(name)
+
+    def replayed(self, hold: Any = None) -> None:
         """The whole program ran at once, inside one launch (a captured graph). Raises ModelError after a part of it."""
         if self._next:
             raise ModelError(f"{self.phase} forward replays its program after {self.program.calls[self._next - 1]} ran")
         self._next = len(self.program.calls)
+        if hold is not None:
+            self._d_exchange().replayed(hold)
+
+    def dropped(self, hold: Any) -> None:
+        """A captured graph is gone. Idempotent."""
+        if hold is not None:
+            self._d_exchange().dropped(hold)
 
     def finished(self) -> None:
         """Raise ModelError unless every collective of the program has run."""

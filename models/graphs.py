@@ -42,6 +42,8 @@ DRAWS: Final = MappingProxyType(
 class Graph(Protocol):
     """What `kernel.device.cuda_graph.CudaGraph` does."""
 
+    ended: list[Callable[[], object]]
+
     def capture(self, body: Callable[[], T]) -> T:
         """Record what `body` enqueues; its result, whose tensors every replay fills."""
 
@@ -58,10 +60,14 @@ class GraphDevice(Protocol):
 
 @dataclass(slots=True)
 class _Bucket:
-    """One bucket: its inputs, the graph of the model, and for each way of drawing a graph with its result [rows, 2]."""
+    """One bucket: its inputs, the graph of the model, and for each way of drawing a graph with its result [rows, 2].
+
+    hold: the graph's claim on D's expert exchange, where there is one.
+    """
 
     inputs: StaticInputs
     graph: Graph
+    hold: Any = None
     draws: dict[Way, tuple[Graph, Tensor]] = field(default_factory=dict)
 
 
@@ -135,7 +141,7 @@ class GraphedDecode:
     async def _replay(self, bucket: _Bucket, step: Step, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         way = bucket.inputs.fill(rows)
         bucket.graph.replay()
-        step.replayed()
+        step.replayed(bucket.hold)
         self.replays += 1
         drawn: Tensor | None = None
         if rows:
@@ -165,11 +171,15 @@ class GraphedDecode:
             # A second plan takes the way that all later ones take.
             inputs.fill(())
             bucket = _Bucket(inputs, self._device.graph(Phase.D))
-            logits = bucket.graph.capture(body)
+            step = self._make_step(Phase.D, sizes, size)
+            with step.capturing(f"D of {size} rows") as bucket.hold:
+                logits = bucket.graph.capture(body)
+            bucket.graph.ended.append(partial(step.dropped, bucket.hold))
             for way in DRAWS:
                 graph = self._device.graph(Phase.D)
                 bucket.draws[way] = (graph, graph.capture(partial(inputs.draw_all, logits, way)))
             # A graph's first launch brings it to the device.
+            self._make_step(Phase.D, sizes, size).replayed(bucket.hold)
             bucket.graph.replay()
             for graph, _ in bucket.draws.values():
                 graph.replay()

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kernel.errors import HangFound, TurnstileError, UsageError
 from kernel.sched.policy import Limits
 from models.config import read_config
-from rollout import campaign_report, fingerprint, gpus, policies, report_files, resume, trace
+from rollout import campaign_report, exchange, fingerprint, gpus, policies, report_files, resume, trace
 from rollout.args import TINY, Options, parse
 from rollout.device import CPU_KV_TOKENS
 from rollout.progress import Progress
@@ -44,6 +45,7 @@ WARM_UP: Final = "warm-up"
 """Folder of the warm-up's record, which is taken away when the warm-up has ended well."""
 WARM_UP_TOKENS: Final = 8
 TORCHRUN_GRACE_S: Final = 2.0
+TINY_EXPERTS: Final = 8
 TINY_LAYERS: Final = 4
 MOST_EVENTS: Final = 1 << 18
 """A record of this size takes 19 MB a rank."""
@@ -108,6 +110,13 @@ def prepare(options: Options, source: Trace) -> Campaign:
     for policy in options.policies:
         policies.check(policy, limits)
     _fits(options, config, trajectories)
+    exchange.resolve(
+        options.device,
+        config or SimpleNamespace(experts=TINY_EXPERTS),
+        options.world,
+        prefill_tokens=options.prefill_tokens,
+        rows=options.rows,
+    )
     if options.device.device == "cuda":
         gpus.check_host(options.world.size)
     if options.device.compiled:  # before there is a loop, under which Ctrl-C would wait for the compiler
@@ -257,8 +266,16 @@ def _tiny(path: Path, trajectories: Sequence[Trajectory]) -> Path:
 
 def _about(campaign: Campaign, source: Trace) -> dict[str, Any]:
     options = campaign.options
+    world, choice = exchange.resolve(
+        options.device,
+        campaign.config,
+        options.world,
+        prefill_tokens=options.prefill_tokens,
+        rows=options.rows,
+    )
     return {
-        "world": {**asdict(options.world), "atp": options.world.atp, "etp": options.world.etp},
+        "world": {**asdict(world), "atp": world.atp, "etp": world.etp},
+        "exchange": asdict(choice),
         "device": options.device.device,
         **({"device_options": asdict(options.device)} if options.device.device == "cuda" else {}),
         "policies": list(options.policies),

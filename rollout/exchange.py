@@ -17,23 +17,22 @@ from rollout.torchrun import place
 if TYPE_CHECKING:
     from kernel.ports import ExpertExchange
     from kernel.topology import World
-    from models.config import DecoderConfig
     from rollout.device import DeviceOptions
     from rollout.links import Link
 
 
 def resolve(
-    options: DeviceOptions, config: DecoderConfig, world: World, *, prefill_tokens: int, rows: int
+    options: DeviceOptions, config: object, world: World, *, prefill_tokens: int, rows: int
 ) -> tuple[World, Choice]:
-    """(the world with its program's exchange, the substrate and why) for `--exchange`.
+    """(the world with its program's exchange, the substrate and why) for `--exchange`. config: of the model.
 
     prefill_tokens, rows: most of a replica. Raises UsageError for an exchange that this world, model or device cannot
     have, PackageMissing.
     """
     now = situation(options, config, world)
-    limits = Limits(world.size, world.adp, 1, prefill_tokens=prefill_tokens, rows=rows, granule=world.atp)
-    limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
-    if options.device == "cuda" and world_refuses(now) is None:
+    if options.device == "cuda" and hasattr(config, "hidden_size") and world_refuses(now) is None:
+        limits = Limits(world.size, world.adp, 1, prefill_tokens=prefill_tokens, rows=rows, granule=world.atp)
+        limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
         try:
             deep_ep.check(_shape(config, options, limits, world), num_sms=sms(options), sms=deep_ep.SMS)
         except UsageError as error:
@@ -45,7 +44,7 @@ def resolve(
     return replace(world, exchange=choice.program), choice
 
 
-def situation(options: DeviceOptions, config: DecoderConfig, world: World) -> Situation:
+def situation(options: DeviceOptions, config: object, world: World) -> Situation:
     """What is known of the world that this process starts, or was started in."""
     here = place()
     if here is None:

@@ -47,6 +47,7 @@ class Substrate:
     device: str = "cpu"
     graphs: bool = False
     capacity: int = 1 << 20
+    slow: bool = False
 
     def __str__(self) -> str:
         small = " in small slots" if self.capacity < 1 << 20 else ""
@@ -58,20 +59,27 @@ class Substrate:
         return Shape(self.ranks, self.experts, self.hidden, self.topk, 64, 16, kind.itemsize)
 
 
-GPU = {"experts": 8, "hidden": 2048, "dtype": "bfloat16", "tolerance": 4e-2, "device": "cuda"}
-GPU_SUBSTRATES = (Substrate("deepep", 2, graphs=True, **GPU),)  # type: ignore[arg-type]
 SUBSTRATES = (
     Substrate("local", 1),
     Substrate("shm", 2),
-    Substrate("shm", 4, dtype="bfloat16", tolerance=4e-2),
+    Substrate("shm", 4, dtype="bfloat16", tolerance=4e-2, slow=True),
     Substrate("shm", 4, capacity=4096, hidden=200),
     Substrate("gloo", 2),
-    Substrate("gloo", 4),
+    Substrate("gloo", 4, slow=True),
     Substrate("group", 2, dtype="bfloat16", tolerance=4e-2),
-    Substrate("group", 4),
+    Substrate("group", 4, slow=True),
     Substrate("symmetric", 2),
-    Substrate("symmetric", 4, topk=5, dtype="bfloat16", tolerance=4e-2),
+    Substrate("symmetric", 4, topk=5, dtype="bfloat16", tolerance=4e-2, slow=True),
 )
+
+
+DEEP_EP = Substrate("deepep", 2, 8, 2048, 3, "bfloat16", 4e-2, "cuda", graphs=True)
+GPUS = (
+    DEEP_EP,
+    Substrate("nccl", 2, 16, 256, 4, "bfloat16", 4e-2, "cuda", graphs=True),
+    Substrate("symm", 2, 16, 256, 4, "bfloat16", 4e-2, "cuda", graphs=True),
+)
+"""Substrates that need a GPU for each rank."""
 
 
 def build(me: Me, substrate: Substrate, store: str) -> None:
@@ -106,6 +114,19 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
             normal = NormalOverGroup(substrate.shape, GlooGroup(me.rank), kind, fetched)
             memory = GlooSymmetric(me.rank, substrate.shape)
             made = pair.Exchange(normal, SymmetricLatency(substrate.shape, memory, kind))
+        case "nccl" | "symm":
+            from kernel.comm.exchange.nccl import nccl
+            from kernel.comm.exchange.symm import symm
+            from kernel.comm.nccl import NcclWorld
+
+            torch.cuda.set_device(me.rank)
+            world = NcclWorld(me.world, me.rank, dist.FileStore(store, me.world.size), me.rank, max_ctas=8)
+            world.warm((torch.bfloat16,))
+            made = (nccl if substrate.name == "nccl" else symm)(substrate.shape, kind, world)
+            me.keep["nccl"] = world
+            # The phase's own streams, and not the default one, which waits for all others.
+            me.keep["streams"] = {phase: torch.cuda.Stream() for phase in Phase}
+            torch.cuda.set_stream(me.keep["streams"][Phase.P])
         case _:
             raise ValueError(substrate.name)
     me.keep["exchange"], me.keep["substrate"] = made, substrate
@@ -321,8 +342,9 @@ async def both(me: Me, prefills: Sequence[Case], decodes: Sequence[Case]) -> str
 
     def decoding() -> None:
         try:
-            if me.keep["substrate"].device == "cuda":
+            if "streams" in me.keep:
                 torch.cuda.set_device(me.rank)
+                torch.cuda.set_stream(me.keep["streams"][Phase.D])
             found.extend(decode(me, case) for case in decodes)
         except BaseException as error:
             found.append(f"rank {me.rank} D: {error!r}")
@@ -334,6 +356,46 @@ async def both(me: Me, prefills: Sequence[Case], decodes: Sequence[Case]) -> str
             found.append(await prefill(me, case))
     finally:
         thread.join(60)
+    return "; ".join(filter(None, found))
+
+
+async def replays(me: Me, prefills: Sequence[Case], decodes: Sequence[Case]) -> str:
+    """D as a captured graph of two layers, replayed with other inputs before each operation of P."""
+    exchange: ExpertExchange = me.keep["exchange"]
+    substrate: Substrate = me.keep["substrate"]
+    stream, low, most = me.keep["streams"][Phase.D], exchange.low_latency, substrate.shape.decode_rows
+    inputs = [each.clone() for each in on_device(me, Case((most,) * 4, "even", 1))]
+    results: list[torch.Tensor] = []
+
+    def layers() -> None:
+        results.clear()
+        for layer in range(2):
+            received = low.dispatch(Place(0, layer), *inputs)
+            results.append(low.combine(Place(0, layer), computed(received, substrate.shape, me.rank)))
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        layers()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with low.capture("D of the test") as hold, torch.cuda.graph(graph, stream=stream):
+            layers()
+    found = []
+    for number, case in enumerate(decodes):
+        mine = on_device(me, case)
+        with torch.cuda.stream(stream):
+            for static, fresh in zip(inputs, mine, strict=True):
+                static.fill_(-1)
+                static[: fresh.shape[0]] = fresh
+            low.replayed(hold)
+            graph.replay()
+        if number < len(prefills):
+            found.append(await prefill(me, prefills[number]))
+        stream.synchronize()
+        found += [verdict(me, case, result[: case.rows[me.rank]]) for result in results]
+    torch.cuda.synchronize()
+    graph.reset()
+    low.dropped(hold)
     return "; ".join(filter(None, found))
 
 

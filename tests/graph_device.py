@@ -28,6 +28,7 @@ class FakeGraph:
         self.body: Callable[[], Any] | None = None
         self.result: Any = None
         self.replays = 0
+        self.ended: list[Callable[[], object]] = []
 
     def capture(self, body: Callable[[], T]) -> T:
         assert self.body is None
@@ -61,13 +62,14 @@ class FakeDevice:
 
 
 def step_maker(
-    world: World, layers: int, rank: int = 0, collectives: Collectives | None = None
+    world: World, layers: int, rank: int = 0, collectives: Collectives | None = None, exchange: Any = None
 ) -> Callable[[Phase, tuple[int, ...], int], Step]:
     """What makes a rank's steps."""
     programs = {phase: Program(world.under(None), phase, layers) for phase in Phase}
     nobody: Any = collectives
 
     def make(phase: Phase, sizes: tuple[int, ...], live: int) -> Step:
-        return Step(programs[phase], rank, sizes, live, nobody, TorchLayout())
+        mine = {"normal": exchange.normal, "low_latency": exchange.low_latency} if exchange is not None else {}
+        return Step(programs[phase], rank, sizes, live, nobody, TorchLayout(), **mine)
 
     return make

@@ -27,8 +27,9 @@ def main() -> int:
     if here is not None and here.rank:
         return join_world()
     model, out, *sizes = sys.argv[1:]
-    size, adp, ep = map(int, sizes)
-    Path(out).write_text(json.dumps(asyncio.run(generate(model, World(size, adp, ep)))))
+    size, adp, ep = map(int, sizes[:3])
+    world = World(size, adp, ep, exchange=sizes[3] if sizes[3:] else "none")
+    Path(out).write_text(json.dumps(asyncio.run(generate(model, world))))
     return 0
 
 

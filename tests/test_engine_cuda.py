@@ -133,7 +133,9 @@ def configuration(**options: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     device = DeviceOptions("cuda", dtype="bfloat16", attention="reference", **options)
-    return {"device": asdict(device), "gpu": 1, "model": "m", "blocks": 8, "block_size": 16, "hidden": 64}
+    none = {"substrate": "none"}
+    sizes = {"blocks": 8, "block_size": 16, "hidden": 64}
+    return {"device": asdict(device), "exchange": none, "gpu": 1, "model": "m", **sizes}
 
 
 async def test_a_rank_is_warm_in_one_order_before_it_serves(fakes: Fakes) -> None:

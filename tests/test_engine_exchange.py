@@ -14,6 +14,7 @@ from kernel.record import Kind
 from kernel.record.reader import read_run
 from kernel.topology import World
 from models.tiny import write_checkpoint
+from rollout import cli
 from rollout.engine import Engine
 from tests.engines import TOLERANCE, Oracle, trajectories
 
@@ -152,3 +153,11 @@ def test_a_model_with_layers_without_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="layers without experts"):
         Engine(tmp_path, World(2, 2, 2), device=DeviceOptions(exchange="shm"))
     assert Engine(tmp_path, World(2, 2, 2)).exchange.substrate == "none"
+
+
+def test_the_command_refuses_before_it_makes_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    wanted = ["rollout", "--world", "2", "--adp", "2", "--ep", "2", "--exchange", "deepep", "--out", str(out)]
+    assert cli.main(wanted) == 2
+    assert "--exchange deepep: it moves GPU tensors" in capsys.readouterr().err
+    assert not out.exists()

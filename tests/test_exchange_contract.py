@@ -1,10 +1,11 @@
 """One contract for every substrate of the expert exchange: values, sizes, states and concurrent phases.
 
-GPU substrates join by an entry of `tests.exchanges.SUBSTRATES` with `pytest.mark.gpu`.
+GPU substrates are those of `tests.exchanges.GPUS`, marked `gpu`.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from kernel.errors import Divergence, RankLost
 from kernel.exchange.states import Place
 from kernel.topology import World
 from tests.exchanges import (
-    GPU_SUBSTRATES,
+    GPUS,
     SKEWS,
     SUBSTRATES,
     Case,
@@ -31,6 +32,7 @@ from tests.exchanges import (
     on_device,
     prefill,
     raised,
+    replays,
 )
 from tests.ranks import Me, Ranks
 
@@ -40,23 +42,46 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 
-needs_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or find_spec("deep_ep_cpp") is None, reason="needs two GPUs and deep_ep"
-)
-PARAMS = [
-    *SUBSTRATES,
-    *(pytest.param(each, marks=[pytest.mark.gpu, needs_gpus]) for each in GPU_SUBSTRATES),
+def lacks(substrate: Substrate) -> list[pytest.MarkDecorator]:
+    """What this machine may lack for it."""
+    gpus = pytest.mark.skipif(torch.cuda.device_count() < substrate.ranks, reason=f"needs {substrate.ranks} GPUs")
+    package = pytest.mark.skipif(find_spec("deep_ep_cpp") is None, reason="deep_ep is not installed")
+    return [gpus, package] if substrate.name == "deepep" else [gpus]
+
+
+EACH = [
+    *(pytest.param(each, marks=[pytest.mark.slow] * each.slow) for each in SUBSTRATES),
+    *(pytest.param(each, marks=[pytest.mark.gpu, *lacks(each)]) for each in GPUS),
 ]
 
 
-@pytest.fixture(scope="module", params=PARAMS, ids=str)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[tuple[int, int, str], Ranks]]:
+    """Ranks by (how many, bytes of their slots, ""), which substrates share: to start them takes longest.
+
+    On GPUs each has its own, by its name: NVSHMEM is one runtime a process.
+    """
+    made: dict[tuple[int, int, str], Ranks] = {}
+    with ExitStack() as stack:
+        yield made
+        for ranks in made.values():
+            stack.enter_context(ranks)
+
+
+@pytest.fixture(scope="module", params=EACH, ids=str)
+def ranks(
+    request: pytest.FixtureRequest,
+    worlds: dict[tuple[int, int, str], Ranks],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Ranks:
     substrate: Substrate = request.param
-    world = World(substrate.ranks, substrate.ranks, substrate.ranks)
-    with Ranks(world, capacity=substrate.capacity, timeout_s=120) as ranks:
-        ranks.substrate = substrate  # type: ignore[attr-defined]
-        ranks.run(build, substrate, str(tmp_path_factory.mktemp("store") / "file"))
-        yield ranks
+    key = substrate.ranks, substrate.capacity, substrate.name if substrate.device == "cuda" else ""
+    if key not in worlds:
+        worlds[key] = Ranks(World(substrate.ranks, substrate.ranks, substrate.ranks), capacity=key[1], timeout_s=120)
+    ranks = worlds[key]
+    ranks.substrate = substrate  # type: ignore[attr-defined]
+    ranks.run(build, substrate, str(tmp_path_factory.mktemp("store") / "file"))
+    return ranks
 
 
 def size(ranks: Ranks) -> int:
@@ -97,6 +122,14 @@ def test_decode_moves_what_was_chosen(ranks: Ranks, case: Case) -> None:
 @settings(max_examples=12, deadline=None)
 def test_phases_interleave_without_a_wrong_value(ranks: Ranks, prefills: list[Case], decodes: list[Case]) -> None:
     good(ranks, both, prefills, decodes)
+
+
+@given(st.lists(cases(64), max_size=4), st.lists(cases(16), min_size=1, max_size=6))
+@settings(max_examples=12, deadline=None)
+def test_graphs_are_replayed_between_prefills(ranks: Ranks, prefills: list[Case], decodes: list[Case]) -> None:
+    if not ranks.substrate.graphs:  # type: ignore[attr-defined]
+        pytest.skip("this substrate has no graphs")
+    good(ranks, replays, prefills, decodes)
 
 
 async def cancelled(me: Me, case: Case, settle: bool) -> list[str]:

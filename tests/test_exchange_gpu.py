@@ -19,7 +19,7 @@ from models.tiny import write_checkpoint
 from rollout.device import DeviceOptions
 from rollout.engine import Engine
 from tests.engines import trajectories
-from tests.exchanges import GPU_SUBSTRATES, SKEWS, Case, Substrate, build, computed, drawn, prefill, stream_of, verdict
+from tests.exchanges import DEEP_EP, SKEWS, Case, Substrate, build, computed, drawn, prefill, stream_of, verdict
 from tests.ranks import Me, Ranks
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=GPU_SUBSTRATES, ids=str)
+@pytest.fixture(scope="module", params=[DEEP_EP], ids=str)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     substrate: Substrate = request.param
     with Ranks(World(substrate.ranks, substrate.ranks, substrate.ranks), timeout_s=120) as ranks:
@@ -118,7 +118,7 @@ def sizes(me: Me) -> tuple[int, int]:
 
 
 def test_memory_is_what_the_formulas_say(ranks: Ranks) -> None:
-    substrate: Substrate = GPU_SUBSTRATES[0]
+    substrate: Substrate = DEEP_EP
     wanted = footprint(substrate.shape)
     assert ranks.run(sizes) == [(wanted.normal, wanted.low_latency)] * 2
 

@@ -34,10 +34,17 @@ def torchrun(size: int, *program: str, timeout: float = 240) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.mark.parametrize("world", [World(2, 2, 2), pytest.param(World(4, 2, 4), marks=pytest.mark.slow)], ids=str)
+WORLDS = [
+    World(2, 2, 2),
+    pytest.param(World(4, 2, 4), marks=pytest.mark.slow),
+    pytest.param(World(2, 2, 2, exchange="split"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 async def test_torchrun_gives_the_tokens_of_one_host(world: World, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model")
-    sizes = [str(world.size), str(world.adp), str(world.ep)]
+    sizes = [str(world.size), str(world.adp), str(world.ep), world.exchange]
     ended = torchrun(world.size, "tests.hosts_program", str(tmp_path / "model"), str(tmp_path / "out"), *sizes)
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "out").read_text())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kernel.errors import ModelError, UsageError
+from kernel.comm.exchange.latency import LatencyOverWire
+from kernel.errors import ModelError, StillHeld, UsageError
 from kernel.request import Phase, Row, SamplingParams
 from kernel.topology import World
 from models import qwen3_moe
@@ -58,7 +59,9 @@ class GraphedTeam(Team):
         self.all(lambda rank: self.models[rank].warm((1, 7)))
 
     def _make(self, rank: int, phase: Phase, sizes: tuple[int, ...], live: int) -> Step:
-        return step_maker(self.world, self.models[0].layers, rank, self._collectives[rank])(phase, sizes, live)
+        collectives = self._collectives[rank]
+        exchange = self.exchange(rank, collectives)
+        return step_maker(self.world, self.models[0].layers, rank, collectives, exchange)(phase, sizes, live)
 
     def all(self, work: Any) -> None:
         """Run `work(rank)` on all ranks, with collectives between them."""
@@ -104,7 +107,17 @@ def play(team: Team, seed: int, counts: Sequence[int]) -> list[Context]:
     return contexts
 
 
-@pytest.mark.parametrize("world", [World(1), World(2, 2, 2), World(4, 2, 2, "cross"), World(2, 1, 1)], ids=str)
+WORLDS = [
+    World(1),
+    World(2, 2, 2),
+    World(4, 2, 2, "cross"),
+    World(2, 1, 1),
+    World(2, 2, 2, exchange="split"),
+    World(4, 2, 4, exchange="split"),
+]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_padded_buckets_draw_what_the_plain_model_draws(world: World, seed: int, path: Path) -> None:
     counts = [random.Random(seed + 50).randint(1, 7) for _ in range(9)]
@@ -118,6 +131,30 @@ def test_padded_buckets_draw_what_the_plain_model_draws(world: World, seed: int,
     for device in graphed.devices:
         assert sum(graph.replays for graph in device.graphs) >= len(counts)
     assert graphed.models[0].layers == plain.models[0].layers
+
+
+def test_rows_of_padding_are_sent_to_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take experts' time on other ranks; and a graph keeps the exchange's buffer until it is gone."""
+    team = GraphedTeam(path, World(2, 2, 2, exchange="split"), (4,))
+    sent: list[tuple[int, int]] = []
+    real = LatencyOverWire.dispatch
+
+    def dispatch(self: Any, place: Any, rows: Any, experts: Any, weights: Any) -> Any:
+        sent.append((rows.shape[0], int((experts >= 0).any(1).sum())))
+        return real(self, place, rows, experts, weights)
+
+    monkeypatch.setattr(LatencyOverWire, "dispatch", dispatch)
+    contexts = [team.admit(0, prompt(n, 3), 20) for n in range(3)]
+    team.prefill(contexts)
+    team.decode(contexts, bucket=4)
+    assert set(sent) == {(4, 3), (4, 0)}, "bucket and live rows of the busy and of the idle replica"
+    low = team.exchange(0, None).low_latency
+    with pytest.raises(StillHeld, match="D of 4 rows"):
+        low.close()
+    for graph in team.devices[0].graphs:
+        for tell in graph.ended:
+            tell()
+    low.close()
 
 
 def test_greedy_text_is_that_of_transformers(path: Path, oracle: Oracle) -> None:

@@ -14,7 +14,6 @@ import torch
 
 import models
 from kernel.comm.exchange import pair
-from kernel.comm.exchange.wire import LocalWire
 from kernel.device.cpu import TorchLayout
 from kernel.device.worker import Completion
 from kernel.driver import Driver
@@ -85,23 +84,23 @@ class MeetingWire:
     """`kernel.comm.exchange.wire.Wire` of one rank, over a meeting of all."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.size, self._meeting = rank, len(meeting.members), meeting
+        self.rank, self.size, self.meeting = rank, len(meeting.members), meeting
 
     def announce(self, counts: Sequence[int], label: str) -> Completion[Any]:
-        told = self._meeting.exchange(self.rank, label, torch.tensor(counts))
+        told = self.meeting.exchange(self.rank, label, torch.tensor(counts))
         done: Completion[Any] = Completion()
         done.succeed([each.tolist() for each in told])
         return done
 
     def move(self, messages: Tensor, matrix: Sequence[Sequence[int]], label: str) -> Tensor:
         parts = []
-        for row, all_of in zip(matrix, self._meeting.exchange(self.rank, (label, str(matrix)), messages), strict=True):
+        for row, all_of in zip(matrix, self.meeting.exchange(self.rank, (label, str(matrix)), messages), strict=True):
             start = sum(row[: self.rank])
             parts.append(all_of[start : start + row[self.rank]])
         return torch.cat(parts)
 
     def gather(self, messages: Tensor, label: str) -> Tensor:
-        return torch.stack(self._meeting.exchange(self.rank, (label, messages.shape), messages))
+        return torch.stack(self.meeting.exchange(self.rank, (label, messages.shape), messages))
 
     def close(self) -> None:
         pass
@@ -149,6 +148,7 @@ class Team:
         ]
         layers = self.models[0].layers
         self.programs = {phase: Program(world.under(None), phase, layers) for phase in Phase}
+        self._exchanges: dict[int, tuple[Any, list[MeetingWire]]] = {}
         self._next_block, self._next_slot = [1] * world.adp, [0] * world.adp
         self._blocks = blocks
 
@@ -189,14 +189,7 @@ class Team:
         """One rank's forward, not yet begun. A world of one rank needs no sizes and no collectives."""
         fed = sum(row.fed for row in rows)
         nobody: Any = collectives
-        exchange: Any = None
-        if self.world.splits:
-            config, model = self.models[rank].config, self.models[rank]
-            shape = Shape(
-                self.world.size, config.experts, config.hidden_size, config.experts_per_token, 1 << 12, 64
-            )
-            wire = LocalWire() if collectives is None else MeetingWire(rank, collectives.everybody)
-            exchange = pair.over(shape, model.weights.norm.dtype, wire, wire)
+        exchange = self.exchange(rank, collectives)
         step = Step(
             self.programs[phase],
             rank,
@@ -208,6 +201,23 @@ class Team:
             low_latency=exchange.low_latency if exchange and phase is Phase.D else None,
         )
         return Driver(self.models[rank].forward(step, rows), step, scope)
+
+    def exchange(self, rank: int, collectives: FakeCollectives | None) -> Any:
+        """One rank's expert exchange, where there is one: the same for all forwards, over the meetings of this one."""
+        if not self.world.splits:
+            return None
+        if rank not in self._exchanges:
+            model: Any = self.models[rank]
+            model = getattr(model, "_model", model)
+            config, size = model.config, self.world.size
+            shape = Shape(size, config.experts, config.hidden_size, config.experts_per_token, 1 << 12, 64)
+            wires = [MeetingWire(rank, Meeting(tuple(range(size)))) for _ in Phase]
+            self._exchanges[rank] = pair.over(shape, model.weights.norm.dtype, *wires), wires
+        made, wires = self._exchanges[rank]
+        if collectives is not None:
+            for wire in wires:
+                wire.meeting = collectives.everybody
+        return made
 
     def bucket(self, rows: int) -> int:
         """The smallest bucket that every ATP rank has an equal part of."""

@@ -20,7 +20,7 @@ from kernel.request import Phase
 from kernel.topology import Role, World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _POLL_S: Final = 1e-4
 _WIDE: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -115,11 +115,16 @@ class GlooCollectives:
 
     def _wait(self, work: Any, role: Role, operation: str) -> None:
         where = f"rank {self._rank} in {operation} over {role} of {self._phase}"
-        try:
-            while not work.is_completed():
-                if self._closed:
-                    raise RankLost(f"{where} was given up: its communicators were closed")
-                time.sleep(_POLL_S)
-            work.wait()
-        except RuntimeError as error:  # gloo's only kind; its text names the address of the peer
-            raise RankLost(f"{where} failed: {str(error).splitlines()[0]}") from None
+        wait_for(work, where, lambda: self._closed, "its communicators were closed")
+
+
+def wait_for(work: Any, where: str, closed: Callable[[], bool], why: str) -> None:
+    """Until gloo's `work` has ended. Raises RankLost when it fails, and, with `why`, once `closed()` is true."""
+    try:
+        while not work.is_completed():
+            if closed():
+                raise RankLost(f"{where} was given up: {why}")
+            time.sleep(_POLL_S)
+        work.wait()
+    except RuntimeError as error:  # gloo's only kind; its text names the address of the peer
+        raise RankLost(f"{where} failed: {str(error).splitlines()[0]}") from None

@@ -141,10 +141,7 @@ class CudaDevice:
         """
         if phase not in self._pools:
             self._pools[phase] = torch.cuda.graph_pool_handle()
-        low_latency = None
-        if phase is Phase.D and self.expert_exchange is not None:
-            low_latency = self.expert_exchange.low_latency
-        made = CudaGraph(self._streams[phase], self._pools[phase], low_latency)
+        made = CudaGraph(self._streams[phase], self._pools[phase])
         self._graphs.add(made)
         return made
 

@@ -12,8 +12,6 @@ from kernel.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kernel.ports import LowLatencyExchange
-
 T = TypeVar("T")
 
 
@@ -24,28 +22,14 @@ class CudaGraph:
     the graph reads or writes must outlive it. Its communicators cannot be closed while it exists: `reset` it first.
     """
 
-    def __init__(
-        self, stream: torch.cuda.Stream, pool: Any = None, low_latency: LowLatencyExchange | None = None
-    ) -> None:
-        """low_latency: the exchange that a captured body may use; it is told of every launch, and when all is over."""
-        self._stream, self._shared, self._low_latency = stream, pool, low_latency
-        self._hold: Any = None
+    def __init__(self, stream: torch.cuda.Stream, pool: Any = None) -> None:
+        self._stream, self._shared = stream, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
+        self.ended: list[Callable[[], object]] = []
+        """Called once it is gone: by those whose memory it holds pointers into."""
 
     def capture(self, body: Callable[[], T]) -> T:
-        """Record what `body` enqueues; see `_capture`. Raises OddGraph for half a layer of an expert exchange."""
-        if self._low_latency is None:
-            return self._capture(body)
-        with self._low_latency.capture(f"{id(self):x}") as hold:
-            result = self._capture(body)
-        if hold.operations:
-            self._hold = hold
-        else:
-            self._low_latency.dropped(hold)
-        return result
-
-    def _capture(self, body: Callable[[], T]) -> T:
         """Run `body` once with the stream capturing: nothing runs on the device; its result has the graph's addresses.
 
         Whatever `body` uses must have run before (modules loaded, communicators warm). It must enqueue on the current
@@ -80,8 +64,6 @@ class CudaGraph:
     def replay(self) -> None:
         """Launch the graph on its stream."""
         assert self._graph is not None, "a graph is replayed before it was captured"
-        if self._hold is not None and self._low_latency is not None:
-            self._low_latency.replayed(self._hold)
         with torch.cuda.stream(self._stream):
             self._graph.replay()
 
@@ -102,6 +84,5 @@ class CudaGraph:
         graph, self._graph, self._result = self._graph, None, None
         if graph is not None:
             graph.reset()
-        if self._hold is not None and self._low_latency is not None:
-            self._low_latency.dropped(self._hold)
-            self._hold = None
+            for tell in self.ended:
+                tell()

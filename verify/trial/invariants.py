@@ -27,7 +27,6 @@ RULES = {
     "lease": "submitted work touches only blocks of a lease that is still held; slots are held by one turn (section 6)",
     "permit": "P passes only boundaries that were granted, each once, in order (section 4)",
     "one dispatch": "at most one P segment and one D iteration are pending on a rank (section 5)",
-    "exchange": "P's data goes behind its permit, on a buffer that no abandoned operation has retired (section 5)",
     "promotion": "an epoch is promoted once all of it has finished, on all ranks (section 6)",
     "lag": "tokens are committed one round after their D iteration was launched; ended turns decode no more",
     "view": "a view says what its rank holds",

@@ -5,14 +5,14 @@ P has one process group for its counts, on a thread of its own, and one for its 
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from kernel.comm.gloo import wait_for
 from kernel.device.compat import gather_into
 from kernel.device.worker import WorkerStream
 from kernel.errors import RankLost, UsageError
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from kernel.comm.exchange.wire import Matrix
     from kernel.ports import Event
-
-_POLL_S: Final = 1e-4
 
 
 class GlooWire:
@@ -91,14 +89,7 @@ class GlooWire:
 
     def _wait(self, work: Any, label: str) -> None:
         where = f"rank {self.rank} in {label} of {self._phase}"
-        try:
-            while not work.is_completed():
-                if self._closed:
-                    raise RankLost(f"{where} was given up: its exchange was closed")
-                time.sleep(_POLL_S)
-            work.wait()
-        except RuntimeError as error:  # gloo's only kind; its text names the address of the peer
-            raise RankLost(f"{where} failed: {str(error).splitlines()[0]}") from None
+        wait_for(work, where, lambda: self._closed, "its exchange was closed")
 
 
 def _nothing() -> None:

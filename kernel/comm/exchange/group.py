@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kernel.comm.exchange.latency import GraphStates
-from kernel.comm.exchange.normal import PendingDispatch, value_of
+from kernel.comm.exchange.normal import NormalStates, PendingDispatch, value_of
 from kernel.comm.exchange.routing import Packing, at_home, presence
 from kernel.errors import RankLost
 from kernel.exchange.states import LowLatency, Normal, Place
@@ -55,7 +55,7 @@ class _OverGroup:
         return self._group
 
 
-class NormalOverGroup(_OverGroup):
+class NormalOverGroup(NormalStates, _OverGroup):
     """`kernel.ports.NormalExchange`. fetch: brings a small tensor to the host; its numbers when they are there."""
 
     def __init__(
@@ -64,7 +64,6 @@ class NormalOverGroup(_OverGroup):
         super().__init__(shape, group, dtype)
         self._fetch = fetch
         self.states = Normal(group.index, shape.prefill_rows)
-        self._last: PendingDispatch | None = None
         self._matrix: Matrix = ()
 
     def notify(self, place: Place, experts: Tensor) -> PendingDispatch:
@@ -76,10 +75,6 @@ class NormalOverGroup(_OverGroup):
         group.all_gather(counts.view(-1), present.sum(0))
         self._last = PendingDispatch(number, place, experts, present, self._fetch(counts))
         return self._last
-
-    def permit(self, pending: PendingDispatch) -> None:
-        """See the port."""
-        self.states.permit(pending.number)
 
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
@@ -108,15 +103,6 @@ class NormalOverGroup(_OverGroup):
                 part = back.index_select(0, where[rank]).float()
                 total += part.masked_fill_(~present[:, rank : rank + 1], 0)
         return total.to(results.dtype)
-
-    def abandon(self, why: str) -> bool:
-        """See the port."""
-        return self.states.abandon(why)
-
-    def quiesce(self) -> None:
-        """See the port."""
-        self.states.quiesce(drained=self._last is None or self._last.event.done())
-        self._last = None
 
     def close(self) -> None:
         """See the port. The group is its owner's."""

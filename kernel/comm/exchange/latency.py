@@ -10,6 +10,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from kernel.comm.exchange.normal import returned
 from kernel.comm.exchange.routing import Packing, at_home, destinations, presence, summed
 from kernel.exchange.states import Hold, LowLatency, Place
@@ -17,7 +19,6 @@ from kernel.exchange.states import Hold, LowLatency, Place
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    import torch
     from torch import Tensor
 
     from kernel.comm.exchange.wire import Matrix, Wire
@@ -58,13 +59,14 @@ class LatencyOverWire(GraphStates):
         self.states = LowLatency(wire.rank, shape.decode_rows)
         self._matrix: Matrix = ()
         self._sources: Tensor | None = None
+        self._nobody: Tensor | None = None
         self._count = 0
 
     def dispatch(self, place: Place, rows: Tensor, experts: Tensor, weights: Tensor) -> Received:
         """See the port. Weights travel along, and results come back weighted."""
         self.states.dispatch(place, rows.shape[0])
         packing, shape, count = self._packing, self._shape, rows.shape[0]
-        padded = self._padding(experts)
+        padded = self._padding().clone()
         padded[:count] = packing.pack(rows, experts, weights)
         everybody = self._wire.gather(padded, f"dispatch of {place}")
         all_rows, chosen, all_weights = packing.unpack(everybody.flatten(0, 1))
@@ -86,9 +88,11 @@ class LatencyOverWire(GraphStates):
         self.states.close()
         self._wire.close()
 
-    def _padding(self, experts: Tensor) -> Tensor:
+    def _padding(self) -> Tensor:
         """Messages of rows that chose nothing."""
-        shape, most = self._shape, self._shape.decode_rows
-        rows = experts.new_zeros((most, shape.hidden), dtype=self._packing.dtype)
-        none = experts.new_full((most, shape.topk), -1)
-        return self._packing.pack(rows, none, none)
+        if self._nobody is None:
+            shape, most = self._shape, self._shape.decode_rows
+            rows = torch.zeros((most, shape.hidden), dtype=self._packing.dtype)
+            none = torch.full((most, shape.topk), -1)
+            self._nobody = self._packing.pack(rows, none, none)
+        return self._nobody

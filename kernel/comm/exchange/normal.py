@@ -33,13 +33,32 @@ class PendingDispatch:
         self.number, self.place, self.experts, self.sources, self.event = number, place, experts, sources, event
 
 
-class NormalOverWire:
+class NormalStates:
+    """The part of `kernel.ports.NormalExchange` that keeps account of permits and of what was abandoned."""
+
+    states: Normal
+    _last: PendingDispatch | None = None
+
+    def permit(self, pending: PendingDispatch) -> None:
+        """See the port."""
+        self.states.permit(pending.number)
+
+    def abandon(self, why: str) -> bool:
+        """See the port."""
+        return self.states.abandon(why)
+
+    def quiesce(self) -> None:
+        """See the port. What was notified of has arrived once its counts are there: no data was submitted behind it."""
+        self.states.quiesce(drained=self._last is None or self._last.event.done())
+        self._last = None
+
+
+class NormalOverWire(NormalStates):
     """`kernel.ports.NormalExchange` over `wire`. dtype: of the rows."""
 
     def __init__(self, shape: Shape, wire: Wire, dtype: torch.dtype) -> None:
         self._shape, self._wire, self._packing = shape, wire, Packing(shape, dtype)
         self.states = Normal(wire.rank, shape.prefill_rows)
-        self._last: PendingDispatch | None = None
         self._matrix: Matrix = ()
 
     def notify(self, place: Place, experts: Tensor) -> PendingDispatch:
@@ -50,10 +69,6 @@ class NormalOverWire:
         event = self._wire.announce(counts, f"notify of {place}")
         self._last = PendingDispatch(number, place, experts, destinations(present), event)
         return self._last
-
-    def permit(self, pending: PendingDispatch) -> None:
-        """See the port."""
-        self.states.permit(pending.number)
 
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
@@ -70,15 +85,6 @@ class NormalOverWire:
         assert pending is not None
         back = returned(self._wire, results, self._matrix, f"combine of {place}")
         return summed(back, pending.sources, pending.experts.shape[0])
-
-    def abandon(self, why: str) -> bool:
-        """See the port."""
-        return self.states.abandon(why)
-
-    def quiesce(self) -> None:
-        """See the port. What was notified of has arrived once its counts are there: no data was submitted behind it."""
-        self.states.quiesce(drained=self._last is None or self._last.event.done())
-        self._last = None
 
     def close(self) -> None:
         """See the port."""
