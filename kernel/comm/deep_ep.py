@@ -21,7 +21,7 @@ import torch
 
 from kernel.comm.exchange.latency import GraphStates
 from kernel.comm.exchange.nccl import CountsFetch
-from kernel.comm.exchange.normal import value_of
+from kernel.comm.exchange.normal import NormalStates, value_of
 from kernel.comm.exchange.pair import Exchange
 from kernel.comm.nvshmem import QUEUE_DEPTH, Mailbox, Runtime
 from kernel.comm.peers import Peers
@@ -102,7 +102,7 @@ class PendingDispatch:
         self.experts, self.layout, self.event = experts, layout, event
 
 
-class DeepEpNormal:
+class DeepEpNormal(NormalStates):
     """`kernel.ports.NormalExchange` by a buffer of NVLink memory. Everything is enqueued behind the current stream."""
 
     def __init__(self, shape: Shape, package: Any, peers: Peers, runtime: Runtime, num_sms: int) -> None:
@@ -124,7 +124,6 @@ class DeepEpNormal:
         stream: Any = torch.cuda.Stream
         self._side = stream(runtime.index)
         """Where counts wait for their peers: P's stream does not."""
-        self._last: PendingDispatch | None = None
         self._handle: Any = None
         self._room = 0
 
@@ -141,10 +140,6 @@ class DeepEpNormal:
         layout[0].record_stream(self._side)
         self._last = PendingDispatch(number, place, count, experts, layout, event)
         return self._last
-
-    def permit(self, pending: PendingDispatch) -> None:
-        """See the port."""
-        self.states.permit(pending.number)
 
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
@@ -177,15 +172,6 @@ class DeepEpNormal:
         total: Tensor = self.buffer.combine(results.contiguous(), self._handle, config=self.configs.combine)[0]
         self._handle = None
         return total[: pending.rows]
-
-    def abandon(self, why: str) -> bool:
-        """See the port."""
-        return self.states.abandon(why)
-
-    def quiesce(self) -> None:
-        """See the port."""
-        self.states.quiesce(drained=self._last is None or self._last.event.done())
-        self._last = None
 
     def close(self) -> None:
         """See the port. Peers take part: the buffer goes when all of them let go."""

@@ -37,7 +37,8 @@ class NormalStates:
     """The part of `kernel.ports.NormalExchange` that keeps account of permits and of what was abandoned."""
 
     states: Normal
-    _last: PendingDispatch | None = None
+    _last: Any = None
+    """The newest pending dispatch, of the substrate's own kind."""
 
     def permit(self, pending: PendingDispatch) -> None:
         """See the port."""
