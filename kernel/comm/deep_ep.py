@@ -138,8 +138,8 @@ class DeepEpNormal(NormalStates):
         with torch.cuda.stream(self._side):
             event = self._fetch(self._mailbox.post(layout[0], self._side))
         layout[0].record_stream(self._side)
-        self._last = PendingDispatch(number, place, count, experts, layout, event)
-        return self._last
+        self._last = pending = PendingDispatch(number, place, count, experts, layout, event)
+        return pending
 
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""

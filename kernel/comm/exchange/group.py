@@ -73,8 +73,8 @@ class NormalOverGroup(NormalStates, _OverGroup):
         present = presence(experts, self._shape)
         counts = present.new_empty((group.size, group.size), dtype=torch.int64)
         group.all_gather(counts.view(-1), present.sum(0))
-        self._last = PendingDispatch(number, place, experts, present, self._fetch(counts))
-        return self._last
+        self._last = pending = PendingDispatch(number, place, experts, present, self._fetch(counts))
+        return pending
 
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""

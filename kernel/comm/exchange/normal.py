@@ -68,8 +68,8 @@ class NormalOverWire(NormalStates):
         present = presence(experts, self._shape)
         counts = present.sum(0).tolist()
         event = self._wire.announce(counts, f"notify of {place}")
-        self._last = PendingDispatch(number, place, experts, destinations(present), event)
-        return self._last
+        self._last = pending = PendingDispatch(number, place, experts, destinations(present), event)
+        return pending
 
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
