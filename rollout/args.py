@@ -186,7 +186,7 @@ def _device(made: Parser) -> None:
         ("--quantization", "quantization", QUANTIZATIONS, "of the weights (default: none)"),
         ("--modules", "modules", MODULES, "eager: CUDA loads all kernels at start, lazy: each at its first use"),
         ("--launch-order", "launch_order", LAUNCH_ORDERS, "implicit: NCCL orders communicators by the host's launches"),
-        ("--exchange", "exchange", CHOICES, "of rows between experts (default: auto, which is none on a CPU)"),
+        ("--exchange", "exchange", CHOICES, "of rows between experts (default: auto, which is none so far)"),
     ):
         device.add_argument(flag, dest=name, choices=choices, help=what)
     device.add_argument("--graphs", type=_on, metavar="on|off", help="decode as CUDA graphs (default: on)")

@@ -41,6 +41,9 @@ def resolve(
     if asked == "auto" and world.exchange == "split" and options.device == "cpu":
         asked = "local" if world.size == 1 else "gloo" if "shm" in now.broken else "shm"
     choice = choose(asked, now)
+    if asked == "auto" and world.exchange != "split" and choice.substrate != "none":
+        # An exchange on GPUs is young: whoever wants it asks for it.
+        choice = Choice("none", f"collectives; --exchange {choice.substrate} could be had ({choice.reason})")
     return replace(world, exchange=choice.program), choice
 
 
