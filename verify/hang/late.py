@@ -38,7 +38,9 @@ def nothing_shows_it_is_late(case: Case) -> Verdict | None:
     conditions = []
     if verdict.cls is Class.MISSING and (mute := blamed & case.found.deaf - left - _seen_elsewhere(case)):
         conditions.append(f"{words.ranks(mute)} {'waits' if len(mute) == 1 else 'wait'} in no send or recv, {UNHEARD}")
-    if not (blamed & left or blamed <= case.found.whole or set(case.open_ranks) & case.found.overdue):
+    # A record of everything tells what a host waits for, and not how long a device may take.
+    told = blamed <= case.found.whole and verdict.cls is not Class.DEVICE_STALL
+    if not (blamed & left or told or set(case.open_ranks) & case.found.overdue):
         who = "" if conditions and mute == blamed else f"{words.ranks(blamed)} "
         what = "finish it" if verdict.cls is Class.DEVICE_STALL else "come"
         limit = f" ({case.found.timeout_s:g} s)" if case.found.timeout_s else ""
