@@ -147,12 +147,22 @@ class Native:
     of `weights` the vectors and the embedding are left.
 
     heads: this rank's query heads. leader: whether this rank adds the residual to the attention's part. slots: the
-    tokens that they keep. decoding: D's rows; its forwards come one after the other, and P's bring their own.
+    tokens that they keep. experts: False leaves those to whoever exchanges their rows, with their plain matrices.
+    decoding: D's rows; its forwards come one after the other, and P's bring their own.
     """
 
     def __init__(
-        self, config: Qwen3MoeConfig, weights: Weights, pool: KVPool, heads: int, *, leader: bool, slots: Tensor
+        self,
+        config: Qwen3MoeConfig,
+        weights: Weights,
+        pool: KVPool,
+        heads: int,
+        *,
+        leader: bool,
+        slots: Tensor,
+        experts: bool = True,
     ) -> None:
+        self._experts = experts
         self._config, self._held = config, list[Tensor]()
         self._embed = weights.embed.untyped_storage().data_ptr()
         self.frequencies = Rotary(config.head_dim, config.rope_theta, "cpu").frequencies
@@ -232,8 +242,9 @@ class Native:
             norm_heads=self._keep(attention.norm), qkv=self._packed(attention.qkv),
             qkv_bias=self._keep(attention.qkv_bias), out=self._packed(attention.out),
             out_bias=self._keep(attention.out_bias), norm_post=self._keep(layer.norm_post),
-            router=None if experts.router is None else self._packed(experts.router),
-            up=self._packed(experts.up.transpose(1, 2)), down=self._packed(experts.down),
+            router=None if experts.router is None or not self._experts else self._packed(experts.router),
+            up=self._packed(experts.up.transpose(1, 2)) if self._experts else None,
+            down=self._packed(experts.down) if self._experts else None,
         )  # fmt: skip
 
     def _keep(self, tensor: Tensor | None) -> int | None:

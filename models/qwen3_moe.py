@@ -115,12 +115,14 @@ class Qwen3Moe:
         if self._compiled and isinstance(self.source, HostSource):
             from models.native import Native
 
-            native = Native(config, weights, self.pool, self._q, leader=self._leader, slots=self.slots)
+            splits = self.world.splits
+            native = Native(
+                config, weights, self.pool, self._q, leader=self._leader, slots=self.slots, experts=not splits
+            )
             self.weights, self.source.native = weights, native
+            if splits:
+                self._take_experts(weights)
             return
-        self._norms = tuple(
-            (self._parts.norm(layer.norm_in), self._parts.norm(layer.norm_post)) for layer in weights.layers
-        )
         self._heads = tuple(
             self._parts.heads(index, layer.attention.norm) for index, layer in enumerate(weights.layers)
         )
@@ -128,6 +130,13 @@ class Qwen3Moe:
         attention = [layer.attention for layer in weights.layers]
         self._products = tuple((product(each.qkv, each.qkv_bias), product(each.out)) for each in attention)
         self._head = product(weights.head)
+        self._take_experts(weights)
+
+    def _take_experts(self, weights: Weights) -> None:
+        config = self.config
+        self._norms = tuple(
+            (self._parts.norm(layer.norm_in), self._parts.norm(layer.norm_post)) for layer in weights.layers
+        )
         experts: list[Mixture] = []
         for index, layer in enumerate(weights.layers):
             part = layer.experts

@@ -314,7 +314,7 @@ def test_two_pending_dispatches_are_one_too_many(monkeypatch: pytest.MonkeyPatch
     says = [each.say for each in found(check("hasty", make_policy=partial(_make, Hasty)))]
     assert any("are pending together" in say for say in says), says
     # A boundary that is published late, as those that depend on data are.
-    mutate(monkeypatch, EPOCH, "submit", "if not self.late:", "if end > 2:")
+    mutate(monkeypatch, EPOCH, "submit", "if not late:", "if end > 2:")
     says = [each.say for each in found(check("hasty", make_policy=partial(_make, Hasty)))]
     assert any("submits [1,2) while it stands at boundary 0" in say for say in says), says
 
