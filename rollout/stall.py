@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import HangFound, UsageError
@@ -29,6 +30,7 @@ EVENTS: Final = 6
 """The newest ones of a rank, as the report shows them."""
 NEWEST: Final = 4096
 RECENT_NS: Final = 3_000_000_000
+PATIENCE_S: Final = 5.0
 MANY: Final = 8
 """Ranks whose events are shown; all of them are in the record."""
 
@@ -79,7 +81,7 @@ def found(
         lines += _rank(rank, pulse.at[rank], events[rank], where.get(rank, ()))
     if len(events) > MANY:
         lines.append(f"          and {len(events) - MANY} ranks more")
-    text, diagnosis = _diagnosis(record, events, where, policy, began_ns)
+    text, diagnosis = _diagnosis(record, events, where, policy, began_ns, min(PATIENCE_S, timeout_s))
     lines.append(text)
     error = Stalled(f"{first}: the run was ended")
     error.report, error.diagnosis = "\n".join(lines), diagnosis
@@ -92,17 +94,21 @@ def _diagnosis(
     where: Mapping[int, Sequence[str]],
     policy: str,
     now_ns: int,
+    patience_s: float,
 ) -> tuple[str, dict[str, Any]]:
-    """What `turnstile hang` says of the run; where ranks stall alike, which it cannot see, that instead."""
+    """What `turnstile hang` says of the run; where ranks stall alike, which it cannot see, that instead.
+
+    patience_s: of a rank that has been silent for so long nothing more is waited for.
+    """
     from verify.blame import Certainty, Class
     from verify.hang.diagnosis import Diagnosis, diagnose_found
     from verify.hang.text import as_text
-    from verify.readers.gather import gather
+    from verify.readers.record import RecordReader
 
     going = _going(events, now_ns)
     alike = _alike(events, where, policy, going)
     try:
-        found = diagnose_found(gather([record]), quiet=not going) if record else None
+        found = diagnose_found(RecordReader(patience_s).read(Path(record)), quiet=not going) if record else None
     except UsageError:
         found = None
     if found is None:

@@ -73,8 +73,10 @@ def test_a_directory_has_one_run_at_a_time_and_one_model(tmp_path: Path) -> None
     out = tmp_path / "run"
     with rollout(out) as run:
         until(lambda: lines(out) >= 3)
+        run.send_signal(signal.SIGSTOP)  # it is not to be through before the second one has looked
         with rollout(out, "--resume") as second:
             said = second.communicate(timeout=120)[1]
+        run.send_signal(signal.SIGCONT)
         assert (second.returncode, said.count("\n")) == (2, 1)
         assert "another run is going on in it" in said
         run.send_signal(signal.SIGINT)

@@ -181,7 +181,8 @@ async def test_the_others_end_and_the_lost_rank_and_its_phase_are_named(
             clause = await stop_in(pids[VICTIM], str(tmp_path), phase)
             if how != "stopped":
                 os.kill(pids[VICTIM], HOW[how])
-                os.kill(pids[VICTIM], signal.SIGCONT)
+                with suppress(ProcessLookupError):  # gone, and reaped, already
+                    os.kill(pids[VICTIM], signal.SIGCONT)
             await until(lambda: engine._error)
             if busy is not None:
                 with pytest.raises(ExceptionGroup) as group:
@@ -215,7 +216,8 @@ async def test_a_rank_is_lost_while_it_starts(
     assert not opening.done()
     if how != "stopped":
         os.kill(pids[VICTIM], HOW[how])
-        os.kill(pids[VICTIM], signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pids[VICTIM], signal.SIGCONT)
     with pytest.raises(RankLost, match=rf"^rank {VICTIM}\b.* while it started$"):
         await opening
     assert not any(state(pid) for pid in pids)
