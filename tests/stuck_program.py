@@ -7,16 +7,22 @@ the calls that get stuck. With a record directory that is not "-" it records its
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STEPS = 3
@@ -168,6 +174,67 @@ def serves_with_a_pool() -> None:
             pool.submit(int).result()
             pool.submit(Event().wait).result()
     dist.all_reduce(x)
+
+
+def _request(kind: str) -> Callable[[], object]:
+    """A wait for what another process gives: here nobody does, but nothing in this process tells so."""
+    if kind == "tcp":
+        server = socket.create_server(("127.0.0.1", 0))
+        mine, there = socket.create_connection(server.getsockname()), server.accept()
+        return lambda: (mine.recv(1), there, server)
+    if kind == "signal":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        return lambda: signal.sigwait([signal.SIGUSR1])
+    if kind == "lock":
+        lock = open(f"{file}.lock", "w")  # noqa: SIM115
+        if RANK == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        dist.barrier()
+        return lambda: fcntl.flock(lock, fcntl.LOCK_EX)
+    return lambda: (ctypes.CDLL(None).prctl(15, b"gloo_prefetch", 0, 0, 0), time.sleep(600))
+
+
+def _serves(kind: str) -> None:
+    """Nothing is wrong: the last rank waits for a thread of its own, which waits for a request or for the clock."""
+    from threading import Event, Thread
+
+    x, came, request = train(), Event(), _request(kind)
+    here()
+    if RANK == SIZE - 1:
+        Thread(target=lambda: (request(), came.set()), daemon=True).start()
+        came.wait()
+    elif kind == "lock":
+        _kept.append(request)
+    dist.all_reduce(x)
+
+
+_kept: list[object] = []
+serves_tcp, serves_signal = partial(_serves, "tcp"), partial(_serves, "signal")
+serves_lock, serves_named = partial(_serves, "lock"), partial(_serves, "named")
+
+
+def crosses_a_request() -> None:
+    """Nothing is wrong: each rank has a thread in a call that the other one makes when a request comes."""
+    from threading import Thread
+
+    one, other = dist.new_group(group_desc="P"), dist.new_group(group_desc="D")
+    mine, asked = (one, other) if RANK == 0 else (other, one)
+    train()
+    request = _request("tcp")
+
+    def call() -> None:
+        dist.all_reduce(torch.ones(4), group=mine)
+
+    def serve() -> None:
+        request()
+        dist.all_reduce(torch.ones(4), group=asked)
+
+    threads = [Thread(target=each, daemon=True) for each in (call, serve)]
+    for thread in threads:
+        thread.start()
+    here()
+    for thread in threads:
+        thread.join()
 
 
 def enters_a_lock() -> None:

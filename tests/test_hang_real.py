@@ -174,7 +174,7 @@ def test_a_crossing_with_host_waits(tmp_path: Path) -> None:
         assert answer.verdict == (1, "cycle", "certain", [0, 1])
         assert "on P#1" in answer.say
         assert "on D#2" in answer.say
-        assert "stuck_program.py:43 in crossing" in answer.say
+        assert "stuck_program.py:49 in crossing" in answer.say
 
 
 def test_both_receive_first(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_rank_that_reads_a_file(tmp_path: Path) -> None:
         answer = job.hang()
         assert answer.verdict == (1, "outside", "conditional", [2])
         assert "in a read of a pipe at" in answer.say
-        assert "stuck_program.py:82 in reads" in answer.say
+        assert "stuck_program.py:88 in reads" in answer.say
 
 
 def test_a_rank_that_returns_early_and_ends(tmp_path: Path) -> None:
@@ -305,6 +305,34 @@ def test_threads_that_wait_for_each_other_by_a_lock_are_a_cycle(tmp_path: Path) 
         for answer in (job.hang(pids=False), job.hang()):
             assert answer.verdict == (1, "cycle", "certain", [0, 1])
             assert "(thread Thread-1 (call)) waits" in answer.say
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("tcp", "a file or a socket (recvfrom)"),
+        ("signal", "a signal (rt_sigtimedwait)"),
+        ("lock", "a lock on a file (flock)"),
+        ("named", "the clock, in "),
+    ],
+)
+def test_a_rank_whose_helper_waits_for_another_process_may_come(tmp_path: Path, kind: str, said: str) -> None:
+    """As `serves_with_a_pool`, but that what the helper waits for may come."""
+    with Job(tmp_path, f"serves_{kind}") as job:
+        first(job)
+        futex(job, 1)
+        answer = job.hang()
+        assert answer.verdict == (1, "missing", "conditional", [1])
+        assert f"it has a thread that waits for {said}" in answer.say
+
+
+def test_a_request_may_bring_the_call_that_a_ring_lacks(tmp_path: Path) -> None:
+    with Job(tmp_path, "crosses_a_request") as job:
+        futex(job, 0, 1)
+        time.sleep(5.5)  # until then the main threads may be on their way
+        for answer in (job.hang(pids=False), job.hang()):
+            assert (answer.code, answer.told["class"], answer.told["ranks"]) == (3, "cycle", [])
+            assert any("a thread that waits for a file or a socket (recvfrom)" in line for line in answer.told["chain"])
 
 
 @SPY

@@ -210,3 +210,15 @@ def test_what_is_not_seen_is_a_condition_and_what_is_seen_is_none() -> None:
         "no thread of ranks 0 and 1 that made no call so far makes the one that is missing"
     )
     assert job.verdict(seen=True).certainty is Certainty.CERTAIN
+
+
+def test_a_main_thread_that_waits_for_what_is_outside_may_make_the_call() -> None:
+    """It is in no call of the job, and neither in a wait for another thread of its process."""
+    job = Job({"a": (0, 1), "b": (0, 1)}, [Thread(0, "work", ["a"]), Thread(1, "work", ["b"])])
+    while job.step(0):
+        pass
+    gone = 1 << 30  # nothing is seen of what it waits for
+    for locked, certainty in ((True, Certainty.CERTAIN), (False, Certainty.UNDECIDED)):
+        now = Moves(locked=locked, pid=gone)
+        verdict = diagnose_found(job.told(), look=lambda ranks, now=now: dict.fromkeys(ranks, now)).verdict
+        assert (verdict.cls, verdict.certainty) == (Class.CYCLE, certainty)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -129,6 +131,110 @@ def test_what_another_process_or_a_signal_ends(program: str, ends: str) -> None:
         found = sample(pid)
         assert found is not None
         assert not found.still
+
+
+FROM_OUTSIDE = {
+    "a connection of TCP": (
+        "import socket\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "mine = socket.create_connection(server.getsockname()); there = server.accept()\n"
+        "wait = lambda: mine.recv(1)",
+        "a file or a socket (recvfrom)",
+    ),
+    "a connection of TCP that is full": (
+        "import socket\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "mine = socket.create_connection(server.getsockname()); there = server.accept()\n"
+        "wait = lambda: mine.sendall(bytes(1 << 28))",
+        "a file or a socket (sendto)",
+    ),
+    "datagrams": (
+        "import socket\n"
+        "mine = socket.socket(type=socket.SOCK_DGRAM); mine.bind(('127.0.0.1', 0))\n"
+        "wait = lambda: mine.recv(1)",
+        "a file or a socket (recvfrom)",
+    ),
+    "a terminal": ("ends = os.openpty()\nwait = lambda: os.read(ends[1], 1)", "a file or a socket (read)"),
+    "changes of files": (
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init(); libc.inotify_add_watch(descriptor, b'/tmp', 2)\n"
+        "wait = lambda: os.read(descriptor, 1000)",
+        "a file or a socket (read)",
+    ),
+    "a signal that is blocked": (
+        "import signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+        "wait = lambda: signal.sigwait([signal.SIGUSR1])",
+        "a signal (rt_sigtimedwait)",
+    ),
+    "a lock on a file": (
+        "import fcntl\n"
+        "holder = os.open(os.environ['LOCKED'], os.O_RDWR)\n"
+        "wait = lambda: fcntl.flock(holder, fcntl.LOCK_EX)",
+        "a lock on a file (flock)",
+    ),
+    "a semaphore of System V": (
+        "import ctypes\n"
+        "libc = ctypes.CDLL(None); made = int(os.environ['SEMAPHORE'])\n"
+        "class Op(ctypes.Structure): _fields_ = [(n, ctypes.c_short) for n in ('num', 'op', 'flg')]\n"
+        "wait = lambda: libc.semop(made, ctypes.byref(Op(0, -1, 0)), 1)",
+        "a semaphore of the system (sem",
+    ),
+}
+"""Waits of a helper thread that another process ends, and what is told of them."""
+
+
+@contextmanager
+def semaphore() -> Iterator[int]:
+    """One of System V, which outlives whoever made it."""
+    libc = ctypes.CDLL(None)
+    made = libc.semget(0, 1, 0o1600)
+    try:
+        yield made
+    finally:
+        libc.semctl(made, 0, 0)  # IPC_RMID
+
+
+@pytest.mark.parametrize("what", FROM_OUTSIDE)
+def test_a_helper_that_waits_for_another_process_may_let_the_main_thread_go(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the kernel calls the wait, only one in a private futex is a wait for the process itself."""
+    lines, said = FROM_OUTSIDE[what]
+    monkeypatch.setenv("LOCKED", str(tmp_path / "locked"))
+    with (tmp_path / "locked").open("w") as mine, semaphore() as made:
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        monkeypatch.setenv("SEMAPHORE", str(made))
+        with process(f"{lines}\n{HELPER.format('wait')}threading.Event().wait()") as pid:
+            now = seen(pid, lambda now: now.locked and not now.main and any(said in other for other in now.others))
+            assert not now.closed
+            found = sample(pid)
+            assert found is not None
+            assert not found.still
+
+
+CALLED = "import ctypes; ctypes.CDLL(None).prctl(15, {!r}, 0, 0, 0)"
+
+
+@pytest.mark.parametrize("name", ["gloo_prefetch", "pt_gloo_runloop", "turnstile-io", "cuda-EvtHandlr"])
+def test_a_thread_of_the_program_is_none_of_torch_by_how_its_name_begins(name: str) -> None:
+    program = f"def work():\n    {CALLED.format(name.encode())}; time.sleep(900)\n"
+    with process(program + HELPER.format("work") + "threading.Event().wait()") as pid:
+        now = seen(pid, lambda now: now.locked and not now.main and any("the clock" in other for other in now.others))
+        assert not now.closed
+        found = sample(pid)
+        assert found is not None
+        assert not found.still
+
+
+def test_a_thread_that_runs_python_is_none_of_torch_whatever_its_name() -> None:
+    program = f"def work():\n    {CALLED.format(b'gloo_tcp_loop')}; select.select([os.pipe()[0]], [], [])\n"
+    with process(program + HELPER.format("work") + "threading.Event().wait()") as pid:
+        seen(pid, lambda now: now.closed)
+        helpers = [int(each) for each in os.listdir(f"/proc/{pid}/task") if int(each) != pid]
+        now = moves(pid, helpers)
+        assert now is not None
+        assert [other.split(" (")[0] for other in now.others] == ["a thread that waits for a file or a socket"]
 
 
 def test_signals_that_end_a_process_let_no_thread_go_on() -> None:

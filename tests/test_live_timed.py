@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from verify.live.idle import OURS, _harmless
+from verify.live.calls import call_of
+from verify.live.idle import _harmless
+from verify.live.named import of_torch
 from verify.live.timed import timed
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 TOO_LONG = 100.0
 """Seconds that a wait would take; a test ends it long before."""
 TASKS = Path("/proc/self/task")
+TICK = ("pt_gloo_runloop", "gloo_tcp_loop", "pt_nccl_watchdg", "pt_nccl_heartbt", "pt_tcpstore", "pt_tcpstore_uv",
+        "NCCL Service  0", "NCCL Progress 7", "NCCL UDS Servic", "NCCL SockS0 0 1", "NCCL IbAsync  1", "NCCL RAS",
+        "cuda-EvtHandlr", "cuda00001400006", "turnstile")  # fmt: skip
 
 
 def readable() -> bool:
@@ -99,18 +104,23 @@ def test_a_thread_that_sleeps_may_go_on_by_itself() -> None:
 
 
 @REAL
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", TICK)
 def test_threads_that_tick_for_ever_are_known_by_their_names(name: str) -> None:
     event = threading.Event()
     with Waiting(lambda: event.wait(TOO_LONG), event.set) as task:
-        (task / "comm").write_text(f"{name}_x")
+        (task / "comm").write_text(name)
         assert timed(task) is True
+        assert of_torch(name)
         assert _harmless(task)
 
 
 @REAL
-@pytest.mark.parametrize("name", ["pt_data_pin", "pt_autograd_0", "pt_dist_engine", "c10worker"])
-def test_threads_of_torch_that_run_code_of_the_program_are_none_of_these(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["pt_data_pin", "pt_autograd_0", "pt_dist_engine", "c10worker", "python",
+             "gloo", "gloo_prefetch", "gloo_tcp_loop_x", "pt_gloo_runloo", "pt_nccl_x", "NCCL", "NCCL Service", "cuda",
+             "cuda-EvtHandl", "cuda_loader", "turnstile-io", "ProcessGroup"],
+)  # fmt: skip
+def test_threads_that_run_code_of_the_program_are_none_of_these(name: str) -> None:
     event = threading.Event()
     with Waiting(lambda: event.wait(TOO_LONG), event.set) as task:
         (task / "comm").write_text(name)
@@ -143,3 +153,27 @@ def test_lines_of_the_system(machine: str, line: str, answer: bool | None, tmp_p
 
 def test_what_the_system_does_not_tell_is_not_known(tmp_path: Path) -> None:
     assert timed(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "line", "inside"),
+    [
+        ("x86_64", "202 0x55 0x189 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", True),
+        ("x86_64", "202 0x55 0x80 0x2 0x0 0x0 0x0 0x7f 0x7f", True),
+        ("x86_64", "202 0x55 0x109 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", False),  # not private
+        ("x86_64", "202 0x55 0x81 0x1 0x0 0x0 0x0 0x7f 0x7f", False),  # it lets others go
+        ("x86_64", "128 0x7f 0x7f 0x0 0x8 0x0 0x0 0x7f 0x7f", False),
+        ("x86_64", "73 0x3 0x2 0x0 0x0 0x0 0x0 0x7f 0x7f", False),
+        ("x86_64", "45 0x3 0x7f 0x189 0x0 0x0 0x0 0x7f 0x7f", False),
+        ("x86_64", "999 0x55 0x189 0x0 0x0 0x0 0x0 0x7f 0x7f", False),
+        ("aarch64", "98 0x55 0x189 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", True),
+        ("aarch64", "202 0x55 0x189 0x0 0x0 0x0 0xffffffff 0x7f 0x7f", False),
+    ],
+)
+def test_only_a_private_futex_is_a_wait_for_the_process_itself(
+    machine: str, line: str, inside: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "syscall").write_text(line + "\n")
+    call = call_of(tmp_path, machine)
+    assert call is not None
+    assert call.inside is inside

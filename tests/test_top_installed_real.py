@@ -54,7 +54,7 @@ def test_a_crossing_is_told_while_it_stands(tmp_path: Path) -> None:
         shown = json.loads(frame(job, "top", "--json"))
         assert shown["cycle"] is True
         assert [row["operation"][:10] for row in shown["ranks"]] == ["all_reduce", "all_reduce"]
-        assert all("stuck_program.py:43" in row["site"] for row in shown["ranks"])
+        assert all("stuck_program.py:49" in row["site"] for row in shown["ranks"])
         assert frame(job, "trace", "-o", "-").count('"ph":"B"') >= 4
 
 
@@ -84,7 +84,9 @@ def test_a_rank_that_left_the_loop_and_lives_is_told(tmp_path: Path, scene: str)
         assert "call 4 on default_pg" in report["say"]
 
 
-@pytest.fixture(params=["missing", "returns_alive", "reads", "holds_gil", "waits_for_a_helper"])
+@pytest.fixture(
+    params=["missing", "returns_alive", "reads", "holds_gil", "waits_for_a_helper", "serves_tcp", "serves_named"]
+)
 def slow(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
     """A job whose last rank computes, sleeps, reads a pipe, is in C code or waits for its own thread: it may come."""
     with Job(tmp_path, request.param) as job:

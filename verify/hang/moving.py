@@ -39,8 +39,10 @@ def another_thread_may_call(case: Case) -> Verdict | None:
     that is used for the first time, what the processes do now may tell.
     """
     verdict, graph = case.verdict, case.graph
-    if verdict.cls is not Class.CYCLE or verdict.certainty is Certainty.UNDECIDED or not case.core:
+    if verdict.cls is not Class.CYCLE or not case.core:
         return None
+    if verdict.certainty is Certainty.UNDECIDED:
+        return _with_others(case)
     nodes = shortest_cycle(graph.subgraph(case.core))
     lacking = {(actor[1], op[1][0]) for op, actor in pairwise([*nodes, *nodes[:1]]) if op[0] == "op"}
     lacking = {(rank, channel) for rank, channel in lacking if not channel.name.startswith("?")}
@@ -49,8 +51,9 @@ def another_thread_may_call(case: Case) -> Verdict | None:
     seen = case.look({rank for rank, _ in lacking})
     blocked = {host.rank for host in stuck if not host.thread}
     for rank, now in sorted(seen.items()):
-        if now.others or (now.main and rank not in blocked):
-            what = now.others[0] if now.others else f"its main thread, which waits for {now.main}"
+        main = "" if rank in blocked else _main_may(now)
+        if now.others or main:
+            what = now.others[0] if now.others else f"its main thread, which {main}"
             ring = f"else {words.ring(verdict.say)}"
             return verdict.undecided(f"rank {rank} has {what}, and that may make the call that is missing; {ring}")
     made = {(host.rank, channel) for host in case.situation.hosts for channel in host.made}
@@ -58,6 +61,27 @@ def another_thread_may_call(case: Case) -> Verdict | None:
     if not unseen or any(host.presumed for host in stuck if host.rank in unseen):
         return None
     return verdict.only_if(f"no thread of {words.ranks(unseen)} that made no call so far makes the one that is missing")
+
+
+def _with_others(case: Case) -> Verdict | None:
+    """A ring in doubt for threads that the evidence does not show, with what these do where they can be seen."""
+    ring = {node[1] for node in case.core if node[0] == "host"}
+    seen = case.look(ring)
+    lines = [f"rank {rank} has {seen[rank].others[0]}" for rank in sorted(ring & seen.keys()) if seen[rank].others]
+    lines = [line for line in lines if line not in case.verdict.chain]
+    return replace(case.verdict, chain=(*case.verdict.chain, *lines)) if lines else None
+
+
+def _main_may(now: Moves) -> str:
+    """What a main thread that is in no call does, if it may come; "" where only threads of its process let it go."""
+    if now.main:
+        return f"waits for {now.main}"
+    if now.locked or not now.pid:
+        return ""
+    outside = now.outside or beyond(now.pid)
+    if outside is not None and outside.holders == frozenset({now.pid}):
+        return ""
+    return "waits for no other thread of it"
 
 
 def stacks_contradict_it(case: Case) -> Verdict | None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from verify.live.threads import See
     from verify.readers.found import Found
 
+WATCH: Final = "turnstile record"
+"""Name of the thread of a record (`kernel.comm.tap.watch`)."""
 LATER: Final = 1 << 62
 """No event has such a number: of a ring, only what it says of itself is read."""
 
@@ -56,11 +58,17 @@ def look_at(paths: Sequence[str], pids: Collection[int], found: Found) -> See:
                 continue
             if pid is None and recording is not None and recording.closed_ns is None and alive(recording):
                 pid = recording.pid
-            if pid is not None and (now := moves(pid)) is not None:
+            if pid is not None and (now := moves(pid, _of_python(found, pid))) is not None:
                 seen[rank] = now if now.locked else now._replace(outside=_beyond(pid))
         return seen
 
     return look
+
+
+def _of_python(found: Found, pid: int) -> frozenset[int]:
+    """Threads of a process that run code of Python, by its stacks; not the one of the record, which only ticks."""
+    mine = (each for each in found.stacks if each.pid == pid and each.frames and each.thread != WATCH)
+    return frozenset(each.tid for each in mine if each.tid is not None)
 
 
 @cache

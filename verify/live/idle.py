@@ -6,9 +6,9 @@ program writes, for a request. None of that is a fault. It is idle, and stays so
 - no thread of the program has run once (the kernel counts how often each was switched to), and the main one waits for
   another thread of the process, in a futex of its own without a timeout that would have woken it; nor does it catch a
   signal that may come;
-- no other thread of it could be waiting for something from outside, or for the clock: one that sleeps may be what the
-  main thread waits for. Threads of torch, its backends and this record wait so for ever, look at what other ranks do,
-  and are known by their names (a thread of Python that the program started is not among them). None waits for a disk;
+- every other thread of it waits in such a futex as well: whatever else one waits for, a file, a socket, a signal, the
+  clock, may come, and it may be what the main thread waits for. Threads of torch, its backends and this record wait so
+  for ever, look at what other ranks do, and are known by their names (`verify.live.named`);
 - it uses next to no processor time, has no child that could work for it, and nothing was recorded.
 
 Where the system does not tell one of these, nothing is concluded.
@@ -22,23 +22,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from verify.live.timed import shared, signalled, timed
+from verify.live.calls import call_of
+from verify.live.named import of_torch, only_serves
+from verify.live.timed import limited, signalled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 BUSY: Final = 0.05
 """Share of one processor that a process with a few threads that only tick may use."""
-INPUT: Final = (
-    "poll", "select", "accept", "recv", "read", "pipe", "tty", "inet", "unix", "io_", "do_wait", "kernel_wait", "fifo",
-    "partner", "open",
-)  # fmt: skip
-"""What the name of the kernel's function has in which a thread waits for something from outside of its process."""
-OURS: Final = ("pt_gloo", "pt_nccl", "pt_tcpstore", "gloo", "nccl", "NCCL", "cuda", "ProcessGroup", "turnstile")
-"""How the names of the threads begin that torch, its backends and the record start, and that wait for other ranks only.
-Others of torch (`pt_autograd`, `pt_data_pin`, those of its RPC) run code of the program.
-
-All of them tick: gloo's loop every 10 ms, torch's watchdogs and the record's thread several times a second."""
 
 
 class Sample(NamedTuple):
@@ -75,7 +67,7 @@ def switches(tasks: Path) -> dict[int, int]:
     found: dict[int, int] = {}
     for task in tasks.iterdir():
         try:
-            if (task / "comm").read_text(errors="replace").startswith(OURS):
+            if of_torch((task / "comm").read_text(errors="replace").strip()):
                 continue
             lines = (task / "status").read_text(errors="replace").splitlines()
         except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
@@ -84,17 +76,10 @@ def switches(tasks: Path) -> dict[int, int]:
     return found
 
 
-def _waits(task: Path) -> str:
-    """The kernel's function in which a thread waits; "" where it runs, or that is not told."""
-    found = (task / "wchan").read_text(errors="replace").strip()
-    return "" if found == "0" else found
-
-
 def _locked(task: Path) -> bool:
     """Whether a thread waits for another one of its process, for however long that takes."""
-    if not _waits(task).startswith("futex"):
-        return False
-    return timed(task) is False and not shared(task)
+    call = call_of(task)
+    return call is not None and call.inside and not limited(call)
 
 
 def _children(tasks: Path) -> bool:
@@ -102,19 +87,16 @@ def _children(tasks: Path) -> bool:
 
 
 def _harmless(task: Path) -> bool:
-    """Whether another thread is not at work, and waits neither for the clock nor for what is outside of the job."""
+    """Whether another thread is not at work, and waits neither for the clock nor for what is outside of the process."""
     try:
         name = (task / "comm").read_text(errors="replace").strip()
         state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        where = _waits(task)
-        limited = timed(task)
+        call = call_of(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return True
-    if state == "R" or name.startswith(OURS):  # what runs uses processor time, which is counted
-        return state in "SR"
-    if state != "S" or limited is not False or shared(task):
-        return False
-    return where.startswith("futex") or (bool(where) and not any(word in where for word in INPUT))
+    if state == "R":  # what runs uses processor time, which is counted
+        return True
+    return state == "S" and (only_serves(name, call) or (call is not None and call.inside and not limited(call)))
 
 
 class Idle:

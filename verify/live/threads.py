@@ -1,10 +1,10 @@
 """Which threads of a process may go on by themselves, as /proc shows them at one moment.
 
-A thread that waits in a futex without a time limit goes on only if another thread of its process lets it. If all of
-them do so, but for those that wait in calls of other ranks (and the threads of torch, its backends and the record,
-which do nothing else), then nothing happens in the process before one of these calls ends: it is closed. A thread that
-runs, waits for the clock, or for a file, a socket or a child process, may do anything next: the call, too, for which
-other ranks wait.
+A thread that waits in a private futex without a time limit goes on only if another thread of its process lets it. If
+all of them do so, but for those that wait in calls of other ranks (and the threads of torch, its backends and the
+record, which do nothing else), then nothing happens in the process before one of these calls ends: it is closed. A
+thread that runs, waits for the clock, or in any other call of the system, as for a file, a socket, a signal or a child
+process, may do anything next: the call, too, for which other ranks wait.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from verify.live.idle import INPUT, OURS, switches
-from verify.live.timed import remaining, shared, signalled, timed
+from verify.live.calls import ANY, CHILD, call_of
+from verify.live.idle import switches
+from verify.live.named import only_serves
+from verify.live.timed import limited, remaining, signalled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from verify.live.calls import Call
     from verify.live.outside import Outside
 
 DAY_S: Final = 86400.0
-POLLS: Final = ("poll", "select")
-"""What the name of the kernel's function has in which a thread waits for any of several files."""
-
 
 class Moves(NamedTuple):
     """What may move in a process. main: by what the wait of its main thread ends by itself, "" if it does not, or is
@@ -67,14 +67,17 @@ def of_processes(pids: Mapping[int, int], ranks: Collection[int]) -> Mapping[int
     return {rank: now for rank, now in seen.items() if now is not None}
 
 
-def moves(pid: int) -> Moves | None:
-    """What may move in a process of this host; None where the system does not tell, or it is gone."""
+def moves(pid: int, of_python: Collection[int] = ()) -> Moves | None:
+    """What may move in a process of this host; None where the system does not tell, or it is gone.
+
+    of_python: threads of it that run code of Python, as far as that is known, so that they are none of torch's own.
+    """
     tasks = Path(f"/proc/{pid}/task")
     try:
         before = switches(tasks)
-        each = {int(task.name): _moves(task) for task in tasks.iterdir()}
+        each = {int(task.name): _moves(task, int(task.name) in of_python) for task in tasks.iterdir()}
         child = any((task / "children").read_text().strip() for task in tasks.iterdir())
-        where, lent = _function(tasks / str(pid)), shared(tasks / str(pid))
+        call = call_of(tasks / str(pid))
         # Threads that hand on to one another may each be seen to wait, though at no moment all of them did.
         ran = switches(tasks) != before
     except (OSError, ValueError):
@@ -83,20 +86,20 @@ def moves(pid: int) -> Moves | None:
         return None
     others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
     others = (*others, *["a child process that works for it"] * child, *["threads that run in turn"] * ran)
-    locked = where.startswith("futex") and not lent
-    return Moves(_ends(tasks / str(pid)), locked, others, any(word in where for word in POLLS), pid)
+    locked, polls = call is not None and call.inside, call is not None and call.name in ANY
+    return Moves(_ends(tasks / str(pid), call), locked, others, polls, pid)
 
 
-def _ends(task: Path) -> str:
+def _ends(task: Path, call: Call | None) -> str:
     """By what a wait of the main thread ends, if it may end without another rank or a file."""
-    if shared(task):
+    if call is not None and call.shared:
         return "another process"
-    if not timed(task):
-        if caught := signalled(task):
-            return f"a signal that it catches ({caught})"
-        # What a file or a socket gives is not up to the job, and neither is it sure to come.
-        return "a child process" if _function(task) in ("do_wait", "kernel_wait4", "do_wait4") else ""
-    return _clock(task)
+    if call is not None and limited(call):
+        return _clock(task)
+    if caught := signalled(task):
+        return f"a signal that it catches ({caught})"
+    # What a file or a socket gives is not up to the job, and neither is it sure to come.
+    return "a child process" if call is not None and call.name in CHILD else ""
 
 
 def _clock(task: Path) -> str:
@@ -106,27 +109,22 @@ def _clock(task: Path) -> str:
     return f"the clock, in {max(left, 0.0):.0f} s" if left < 2 * DAY_S else f"the clock, in {left / DAY_S:.0f} days"
 
 
-def _moves(task: Path) -> str | None:
+def _moves(task: Path, of_python: bool) -> str | None:
     """What a thread does that may go on by itself, "" where it cannot; None where that is not told."""
     try:
         name = (task / "comm").read_text(errors="replace").strip()
         state = (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        where, limited = _function(task), timed(task)
+        call = call_of(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return ""
-    if name.startswith(OURS):
+    if not of_python and only_serves(name, call):
         return ""
     if state != "S":
         return "a thread that runs" if state == "R" else "a thread that waits for a disk" if state == "D" else ""
-    if limited is None:
+    if call is None:
         return None
-    if limited:
-        return f"a thread that waits for {_clock(task)}"
-    if shared(task):
+    if call.shared:
         return "a thread that waits for another process"
-    waits = not where.startswith("futex") and (not where or any(word in where for word in INPUT))
-    return f"a thread that waits for a file or a socket ({where})" if waits else ""
-
-
-def _function(task: Path) -> str:
-    return (task / "wchan").read_text(errors="replace").strip()
+    if limited(call):
+        return f"a thread that waits for {_clock(task)}"
+    return "" if call.inside else f"a thread that waits for {call.waits_for}"
