@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernel.record.layout import Kind as Kind_
+from tests.installed_rings import pair, told
 from tests.test_hang_evidence import hang
 from tests.test_readers_deaths import job
 from tests.test_readers_logs import status, timeout, written
@@ -18,7 +20,7 @@ from verify.attach import attach
 from verify.events import Kind
 from verify.hang.diagnosis import diagnose_found
 from verify.readers import watchdog
-from verify.readers.found import ENDED, Found, Stack
+from verify.readers.found import AFTER, ENDED, Found, Stack
 from verify.readers.gather import gather, merge
 
 if TYPE_CHECKING:
@@ -88,9 +90,9 @@ def test_what_python_itself_prints_of_others_ends_no_rank(
     ],
 )  # fmt: skip
 def test_what_is_written_of_an_end_leaves_it_one(after: str, tmp_path: Path) -> None:
-    told = alone(tmp_path, "step 3\n" + LEFT + after).verdict
-    assert (str(told.cls), str(told.certainty), told.ranks) == ("exception", "certain", (2,))
-    assert "KeyError: 'loss'" in told.say
+    verdict = alone(tmp_path, "step 3\n" + LEFT + after).verdict
+    assert (str(verdict.cls), str(verdict.certainty), verdict.ranks) == ("exception", "certain", (2,))
+    assert "KeyError: 'loss'" in verdict.say
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_ranks_in_one_log_do_not_disturb_each_other(
 ) -> None:
     """What is told of a rank is what its own lines tell alone; and never that it left without a traceback."""
 
-    def told(kept: list[tuple[int, str]], rank: int) -> list[object]:
+    def says_of(kept: list[tuple[int, str]], rank: int) -> list[object]:
         keep = "[rank7]: " + "\n[rank7]: ".join(LEFT.splitlines()) + "\n"
         text = keep + "".join(f"[rank{who}]: {line}\n" for who, line in kept)
         found = watchdog.READER.read(written(tmp_path_factory.mktemp("logs"), text))
@@ -187,8 +189,8 @@ def test_ranks_in_one_log_do_not_disturb_each_other(
 
     for rank in (0, 1):
         mine = [each for each in lines if each[0] == rank]
-        assert told(lines, rank) == told(mine, rank)
-        assert told(mine, rank)[0] == [] or any(line.startswith("Traceback") for _, line in mine)
+        assert says_of(lines, rank) == says_of(mine, rank)
+        assert says_of(mine, rank)[0] == [] or any(line.startswith("Traceback") for _, line in mine)
 
 
 def test_only_what_the_traceback_told_is_taken_back() -> None:
@@ -201,3 +203,39 @@ def test_only_what_the_traceback_told_is_taken_back() -> None:
     )  # fmt: skip
     seen = Found("spy", stacks=(Stack(0, "MainThread", (Site("t.py", 3, "<module>"),), 71),))
     assert [event.operation for event in merge([log, seen]).events] == ["SIGKILL"]
+
+
+MESH = (
+    "RuntimeError: Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR:"
+    " Connection refused, remote=[10.0.0.1]:40361$0"
+)
+
+
+@pytest.mark.parametrize(("other", "left"), [("", {0}), (TRACE + MESH, {0, 1}), (LEFT, {1})])
+def test_a_host_that_cannot_be_reached_is_nobodys_end(other: str, left: set[int], tmp_path: Path) -> None:
+    logs = [written(tmp_path, TRACE + MESH + "\n", "rank0.log"), written(tmp_path, f"step 1\n{other}", "rank1.log")]
+    for each in (logs, logs[::-1]):
+        found = watchdog.of_logs(each)
+        assert {event.rank for event in found.events if event.kind is Kind.EXIT} == left
+        assert {rank for rank, text in found.remarks if text.startswith(AFTER)} == ({0} if left == {1} else set())
+
+
+@pytest.mark.parametrize(
+    ("how", "cls", "ranks"),
+    [("waits", "exception", (0,)), ("the same", "below", ()), ("before", "exception", (1,))],
+)
+def test_a_record_blames_who_could_not_connect(how: str, cls: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """Unless nobody could, or another one had left before."""
+    text = MESH.replace("RuntimeError: ", "")
+    for (rank, _), mine in zip(pair(tmp_path), (True, how == "the same"), strict=True):
+        if rank.rank == 1 and how == "before":
+            rank.text(Kind_.EXCEPTION, "KeyError: 'MASTER_PORT'")
+            continue
+        group = rank.group("the default group", 0, 1)
+        call = rank.call(group, "creation of the group", 0, medium="host")
+        rank.wait(call)
+        if mine:
+            rank.done(call, f"RuntimeError: {text}")
+            rank.text(Kind_.EXCEPTION, f"RuntimeError: {text}", a=call + 1)
+    found = told(tmp_path)
+    assert (str(found.verdict.cls), found.verdict.ranks) == (cls, ranks)

@@ -29,6 +29,8 @@ _LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages|python3\.\d+)/|^<")
 _LOST_ONE = re.compile(r"(?:^|\.)Dist(?:Backend|Network)Error$")
 _MAY_HAVE_LOST_ONE = re.compile(r"(?:^|\.)(?:RuntimeError|OSError|TimeoutError|Connection\w{0,20}Error)$")
 _CONSEQUENCE = re.compile(r"NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
+_UNREACHED = re.compile(r"connectFullMesh failed.{0,400}timed out connecting")
+"""A host that cannot be reached, which is nobody's end."""
 _LAUNCHER = re.compile(r"(?:^|\.)(?:ChildFailedError|SignalException)$")
 _CHAINED = re.compile(
     r"During handling of the above exception|The above exception was the direct cause|Original exception was"
@@ -86,6 +88,13 @@ class Tracebacks:
         self._mine: set[int] = set()
         """Ranks whose own traceback this log has."""
 
+    def settle(self) -> None:
+        """All logs were read: who could not connect is no cause where another rank raised something of its own."""
+        unreached = {rank for rank, (text, _) in self.raised.items() if _UNREACHED.search(text)}
+        for rank in unreached if len(unreached) < len(self.raised) else ():
+            self.after[rank] = brief(self.raised.pop(rank)[0])
+            self.more.pop(rank, None)
+
     def take(self, line: str, rank: int) -> bool:
         """The next line of a rank; whether it told anything that is to be kept."""
         text = PREFIX.sub("", line)
@@ -121,7 +130,8 @@ class Tracebacks:
             return True
         if _LAUNCHER.search(kind):
             return False
-        if _LOST_ONE.search(kind) or (_MAY_HAVE_LOST_ONE.search(kind) and _CONSEQUENCE.search(text)):
+        lost = _LOST_ONE.search(kind) or (_MAY_HAVE_LOST_ONE.search(kind) and _CONSEQUENCE.search(text))
+        if lost and not _UNREACHED.search(text):
             self.after.setdefault(rank, brief(text))
             self._mine.add(rank)
             return True

@@ -111,7 +111,8 @@ def of_logs(paths: Sequence[Path]) -> Found:
     lines = _Lines()
     for path in paths:
         lines.take(path)
-    if not lines.kept and not lines.traces.raised:
+    lines.traces.settle()
+    if not (lines.kept or lines.traces.raised or lines.traces.after):
         raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
     return lines.found(named(paths))
 
