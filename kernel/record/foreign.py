@@ -26,6 +26,10 @@ OVER: Final = "this thread has ended"
 """A MARK of a thread, its last event: it makes no further call."""
 BROKEN: Final = "could not be recorded: "
 """A MARK: so many calls may be missing."""
+REFUSED: Final = "refused: "
+"""How the text of a CALL_DONE begins if the backend refused the arguments before it sent anything, and the exception
+follows: nobody meets this call. Its number is free again, and calls of its channel noted since have one less.
+"""
 NEW_GROUPS: Final = "new groups"
 """The name under which all ranks count the groups that they make together."""
 LONGEST_MEMBERS: Final = 160

@@ -301,7 +301,18 @@ def it_is_of_different_moments(case: Case) -> Verdict | None:
 OF_ONE_MOMENT: Final = frozenset({Class.CYCLE, Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL, Class.BELOW})
 """Findings that rest on where all ranks stand at one moment."""
 
+def it_may_have_gone_on(case: Case) -> Verdict | None:
+    """A rank whose log has a traceback last, or nearly, and a dump or lines that it may have written after it."""
+    verdict = case.verdict
+    if verdict.cls is not Class.EXCEPTION or not (ranks := set(verdict.ranks) & case.found.undated):
+        return None
+    whose = "it" if len(ranks) == 1 else "them"
+    why = f"a log has the same of an exception that was caught, and other evidence of {whose} may be later"
+    return verdict.only_if(f"{words.ranks(ranks)} did not go on after that: {why}")
+
+
 CONDITIONS: Final[tuple[Doubt, ...]] = (
+    it_may_have_gone_on,
     it_is_of_different_moments,
     stacks_contradict_it,
     another_thread_may_call,

@@ -23,6 +23,8 @@ ENDED = "one of its threads is gone: "
 
 LOOK_AGAIN = "look again before believing that it is stuck"
 """How a line of `unknown` ends that is about a rank that moved a moment ago."""
+STILL = "it was still there after it had logged "
+"""How a remark begins of a rank whose log ends with a traceback, and whose process was seen since."""
 AFTER = "it failed after another one: "
 """How a remark begins of a rank that raised what comes of another one's end."""
 MEMBERS_UNTOLD = "who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
@@ -68,7 +70,9 @@ class Found:
     remarks: of a rank, what helps whoever has to look at it. named: groups of which it is known who belongs to them.
     loose: those that only the ranks are known of which speak of them. overdue: ranks of which a call has waited for as
     long as it may, so that nobody for whom it waits is merely late. timeout_s: for how long the open calls may, at
-    most, where known. deaf: ranks of which this never holds sends and receives, whatever they made.
+    most, where known. traced: a rank and the exception by which it left, as only the traceback that ends its log tells.
+    undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
+    which this never holds sends and receives, whatever they made.
     """
 
     source: str
@@ -90,6 +94,8 @@ class Found:
     overdue: frozenset[int] = frozenset()
     timeout_s: float | None = None
     deaf: frozenset[int] = frozenset()
+    traced: frozenset[tuple[int, str]] = frozenset()
+    undated: frozenset[int] = frozenset()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

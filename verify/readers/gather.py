@@ -15,6 +15,7 @@ from kernel.errors import UsageError
 from verify.events import Kind
 from verify.readers.found import Damaged, Found
 from verify.readers.joined import join
+from verify.readers.outlived import outlived
 from verify.runs import has_rings, several
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ def merge(found: Sequence[Found]) -> Found:
     """Several pieces of evidence as one. Each rank's events stay in the order of their source; how it left comes last,
     whichever file told it.
     """
-    found = join(found)
+    found = outlived(join(found))
     present = frozenset[int]().union(*(each.present for each in found))
     whole = frozenset[int]().union(*(each.whole for each in found))
     # A record of everything says more than what else there is of a rank, and says it once.
@@ -272,6 +273,8 @@ def merge(found: Sequence[Found]) -> Found:
         loose=tuple(named for each in found for named in each.loose),
         overdue=frozenset[int]().union(*(each.overdue for each in found)),
         timeout_s=max((each.timeout_s for each in found if each.timeout_s is not None), default=None),
+        traced=frozenset[tuple[int, str]]().union(*(each.traced for each in found)),
+        undated=frozenset[int]().union(*(each.undated for each in found)),
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
     )
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 CONSEQUENCES: Final = ("timed out", "timeout", "connection closed", "connection reset", "broken pipe", "not connected",
                        "remote peer", "socket closed", "connectioneseterror")  # fmt: skip
 """What an exception of a call says, in small letters, that tells of another rank's absence."""
+UNREACHED: Final = "timed out connecting"
+"""What gloo says where a host cannot be reached: a fault of the network, which nobody's end has caused."""
 SILENT_S: Final = 3.0
 """Without Python for so long, a process holds the interpreter lock elsewhere: its thread wakes four times a second."""
 START_S: Final = 60.0
@@ -225,6 +227,9 @@ def _consequence(rank: int, item: Item, ranks: Mapping[int, _Rank]) -> bool:
     """Whether the exception that a call raised tells of another rank."""
     text = item.failed.lower()
     others = [each for other, each in ranks.items() if other != rank]
+    if _unreached(item) and not all(_unreached(_raised(each)) for each in others):
+        # Its own connection, unless somebody had left before for another reason.
+        return any(each.left is not None and not _unreached(_raised(each)) for each in others)
     if any(word in text for word in CONSEQUENCES[:2]):
         return True
     if any(word in text for word in CONSEQUENCES[2:]) and any(each.left is not None for each in others):
@@ -234,6 +239,17 @@ def _consequence(rank: int, item: Item, ranks: Mapping[int, _Rank]) -> bool:
             if other.key == item.key and other.arguments != item.arguments:
                 return True
     return False
+
+
+def _raised(rank: _Rank) -> Item | None:
+    """The call by whose exception the main thread ended."""
+    raised = rank.ring.raised.get(0)
+    return None if raised is None else rank.ring.items_by_number.get(raised.a - 1)
+
+
+def _unreached(item: Item | None) -> bool:
+    """Whether a rank could not connect to another one that has published its address to make a group with it."""
+    return item is not None and item.medium == "host" and UNREACHED in item.failed.lower()
 
 
 def _idle(rank: _Rank, patience_s: float) -> Event | None:

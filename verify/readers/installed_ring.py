@@ -14,6 +14,7 @@ from kernel.record.foreign import (
     HOST_MEDIA,
     LEAVES,
     OVER,
+    REFUSED,
     Call,
     call_of,
     captured_of,
@@ -24,6 +25,7 @@ from verify.events import ANYBODY, Communicator, Confidence, Event, Site, State,
 from verify.events import Kind as What
 from verify.readers.found import waits_for_nothing
 from verify.readers.installed_call import UNCOUNTED, Item
+from verify.readers.lines import brief
 
 if TYPE_CHECKING:
     from kernel.record import Event as Entry
@@ -81,6 +83,8 @@ class Ring:
         self._sites: dict[str, Site | None] = {}
         self._comms: dict[tuple[int, str], Communicator] = {}
         self._edges, self._broken, self._lost, self._decision = False, False, 0, ""
+        self._refusal = ""
+        """Of the newest call that the backend refused."""
         self._last_sites: dict[int, str] = {}
         self.take(recording)
 
@@ -233,11 +237,28 @@ class Ring:
 
     def _done(self, entry: Entry) -> None:
         one = self.items_by_number.get(entry.a)
+        if entry.text.startswith(REFUSED):
+            if one is not None:
+                self._refused(one, entry.text.removeprefix(REFUSED))
+            return
         for item in self._launches.get(entry.a) or ([] if one is None else [one]):
             item.done, item.failed, item.source = True, entry.text, entry.seq
         for thread, number in list(self.waits.items()):
             if number == entry.a:
                 del self.waits[thread]
+
+    def _refused(self, one: Item, why: str) -> None:
+        """Take a call out that was never made: what its channel counted after it meets as one less."""
+        self.items.remove(one)
+        del self.items_by_number[one.number]
+        for thread in [thread for thread, number in self.waits.items() if number == one.number]:
+            del self.waits[thread]
+        channel = _channel(one)
+        for item in self.items:
+            if item.number > one.number and _channel(item) == channel and item.sequence > one.sequence:
+                item.sequence -= 1
+        at = f" at {one.site}" if one.site else ""
+        self._refusal = f"its {one.call.via or one.call.op}{at} was refused, and sent nothing: {brief(why)}"
 
     def _behind(self, sync: Entry) -> list[Item]:
         """What a wait for the device waits for."""
@@ -439,12 +460,20 @@ class Ring:
     @property
     def remarks(self) -> list[str]:
         """What helps whoever looks at the rank."""
-        return [self._decision] if self._decision else []
+        return [text for text in (self._decision, self._refusal) if text]
 
     @property
     def decision(self) -> str:
         """The last one."""
         return self._decision.removeprefix(DECIDED)
+
+
+def _channel(item: Item) -> tuple[object, ...]:
+    """What a call is counted on, as its rank does."""
+    call, group = item.call, item.group.number
+    if call.peer is None:
+        return (group,)
+    return (group, call.op, call.peer, call.tag if call.medium in HOST_MEDIA else "")
 
 
 def _group(entry: Entry) -> int:

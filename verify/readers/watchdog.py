@@ -16,9 +16,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from verify.events import Communicator, Confidence, Event, Kind, Site, State
+from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, Found, Named, nothing_open
-from verify.readers.lines import MOST, PREFIX, brief, file_lines, goes_on, holds, named, rank_in, rank_of_file, unusable
+from verify.readers.lines import MOST, file_lines, holds, named, rank_in, rank_of_file, unusable
+from verify.readers.tracebacks import FIRST, Tracebacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ LOOKED: Final = 20_000
 """Calls of all members of a group together that are looked at, the first ones."""
 UNNAMED: Final = ("", "a group that the log does not name")
 NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
-TRACEBACK: Final = b"Traceback (most recent call last)"
+TRACEBACK: Final = FIRST.encode()
 
 _TIMEOUT = re.compile(
     r"\[(?:PG [^\]]{0,200}?)?Rank (?P<rank>\d{1,7})\]\s+Watchdog caught collective operation timeout: Work\w{1,20}\("
@@ -55,15 +56,7 @@ _OPERATIONS: Final = {
 }
 _PAIRS: Final = frozenset({"SEND", "RECV", "COALESCED"})
 UNSEEN: Final = "a transfer that cannot be paired"
-_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,200}(?:Error|Exception|Interrupt|Exit))(?P<text>:.*)?$")
-_OWN = re.compile(r"^(?P<type>(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,80}[a-z]\w{0,80})(?P<text>:.*)?$")
-"""The exception of a traceback whose class is named as the program likes; a level of a log is all in capitals."""
-_FRAME = re.compile(r'^\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,200})$')
-_LIBRARY = re.compile(r"(^|/)(site-packages|dist-packages|python3\.\d+)/|^<")
-_LOST_ONE = re.compile(r"(?:^|\.)Dist(?:Backend|Network)Error$")
-_MAY_HAVE_LOST_ONE = re.compile(r"(?:^|\.)(?:RuntimeError|OSError|TimeoutError|Connection\w{0,20}Error)$")
 _TIMED_OUT = re.compile(r"tim(?:ed |e)out", re.IGNORECASE)
-_CONSEQUENCE = re.compile(r"NCCL|ProcessGroup|gloo|Connection closed by peer|c10d")
 
 
 class WatchdogReader:
@@ -118,7 +111,8 @@ def of_logs(paths: Sequence[Path]) -> Found:
     lines = _Lines()
     for path in paths:
         lines.take(path)
-    if not lines.kept and not lines.raised:
+    lines.traces.settle()
+    if not (lines.kept or lines.traces.raised or lines.traces.after):
         raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
     return lines.found(named(paths))
 
@@ -134,15 +128,11 @@ class _Lines:
         """(rank, number) that status lines name -> the groups."""
         self.transfers: set[tuple[int, int]] = set()
         """(rank, number) of sends and receives that timed out."""
-        self.raised: dict[int, tuple[str, Site | None]] = {}
-        self.after: dict[int, str] = {}
-        self.inside: set[int] = set()
-        """Ranks whose last line was of a frame of a traceback, after which its exception may come."""
-        """Ranks that raised what comes of another one's end -> what."""
+        self.traces = Tracebacks()
 
     def take(self, path: Path) -> None:
         """Read one log."""
-        tracing: dict[int, Site | None] = {}
+        self.traces.log()
         for _, line in file_lines(WHAT, path):
             if self.kept >= MOST:
                 return
@@ -156,7 +146,7 @@ class _Lines:
                 self.kept += 1
                 self._status(rank, found)
             elif rank is not None:
-                self._trace(line, rank, tracing)
+                self.kept += self.traces.take(line, rank)
 
     def _timeout(self, rank: int, found: re.Match[str], inside: bool) -> None:
         self.nameless += inside
@@ -176,37 +166,6 @@ class _Lines:
         self.seen.add(rank)
         self.groups[name].status[rank] = (int(found["enqueued"]), int(found["completed"]))
         self.at[rank, int(found["seq"])].add(name)
-
-    def _trace(self, line: str, rank: int, tracing: dict[int, Site | None]) -> None:
-        """A line of a traceback. tracing: ranks in the middle of one -> its last line of the program so far."""
-        text = PREFIX.sub("", line)
-        if text.startswith("Traceback (most recent call last)"):
-            tracing[rank] = None
-            self.inside.discard(rank)
-        elif rank in tracing and text.startswith("  "):
-            if frame := _FRAME.match(text):
-                self.inside.add(rank)
-                if not _LIBRARY.search(frame["file"]):
-                    tracing[rank] = Site(frame["file"], int(frame["line"]), frame["function"].strip())
-        elif rank in tracing and (
-            found := _EXCEPTION.match(text) or (_OWN.match(text) if rank in self.inside else None)
-        ):
-            site = tracing.pop(rank)
-            # What a rank raises because others are gone or late is no cause.
-            kind = found["type"]
-            if not (_LOST_ONE.search(kind) or (_MAY_HAVE_LOST_ONE.search(kind) and _CONSEQUENCE.search(text))):
-                # What follows in its own cleaning up is none either.
-                if rank not in self.after:
-                    self.raised.setdefault(rank, (text[:400], site))
-            else:
-                self.kept += 1
-                self.after.setdefault(rank, brief(text))
-        elif rank in tracing:
-            self.inside.discard(rank)
-        elif (rank in self.raised or rank in self.after) and goes_on(text):
-            self.raised.pop(rank, None)
-            self.after.pop(rank, None)
-            self.kept += 1
 
     def found(self, source: str) -> Found:
         """Everything that the lines say."""
@@ -230,9 +189,12 @@ class _Lines:
         ]
         events += [
             Event(rank, Kind.EXIT, text, state=State.COMPLETED, confidence=Confidence.OBSERVED, site=site)
-            for rank, (text, site) in sorted(self.raised.items())
+            for rank, (text, site) in sorted(self.traces.raised.items())
         ]
-        unknown = []
+        unknown = [
+            f"{source}: rank {rank} logged {text}; it may have left by it"
+            for rank, text in sorted(self.traces.perhaps.items()) if rank not in self.traces.raised
+        ]  # fmt: skip
         if self.groups:
             unknown.append(f"{source}: {MEMBERS_UNTOLD}")
         if self.transfers:
@@ -251,12 +213,17 @@ class _Lines:
             (rank, labels[name])
             for name, group in self.groups.items()
             for rank in self._members(name, group) - group.status.keys() - {rank for rank, _ in group.timeouts}
-            if rank not in self.raised
+            if rank not in self.traces.raised
         )
         return Found(
             source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent,
             loose=tuple(Named(*name, self._communicator(name, labels[name])) for name in self.groups),
-            remarks=tuple((rank, f"{AFTER}{text}") for rank, text in sorted(self.after.items())),
+            remarks=(
+                *((rank, f"{AFTER}{text}") for rank, text in sorted(self.traces.after.items())),
+                *dict.fromkeys(self.traces.remarks),
+            ),
+            undated=frozenset(self.traces.more),
+            traced=frozenset((rank, text) for rank, (text, _) in self.traces.raised.items()),
             overdue=frozenset(self._overdue()),
         )  # fmt: skip
 
@@ -264,7 +231,7 @@ class _Lines:
         """Ranks whose watchdog, or whose call itself, gave up waiting."""
         yield from (rank for rank, _ in (*self.timeouts, *self.transfers))
         yield from (rank for group in self.groups.values() for rank in group.status)
-        yield from (rank for rank, text in self.after.items() if _TIMED_OUT.search(text))
+        yield from (rank for rank, text in self.traces.after.items() if _TIMED_OUT.search(text))
 
     def _open(self, name: Name, rank: int, seq: int) -> bool:
         """Whether a rank may wait in the call of this number, as far as its status tells."""

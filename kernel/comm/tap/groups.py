@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from kernel.comm.tap.notes import MOST_SITES, Note
+from kernel.comm.tap.notes import MOST_SITES, Note, sent_nothing
 from kernel.comm.tap.quick import QUICK
 from kernel.comm.tap.shapes import SHAPES
 from kernel.record.foreign import Call
@@ -193,7 +193,11 @@ class Groups:
         if note is None:
             return
         try:
-            if error is not None:
+            if error is not None and sent_nothing(note.call, error):
+                self.notes.refused(note, error)
+                if (together := getattr(self.local, "together", None)) and together[-1] is note:
+                    together.pop()
+            elif error is not None:
                 self.notes.done(note, error)
             elif isinstance(result, Work):
                 for kind in type(result).__mro__ if type(result) not in self._kinds else ():

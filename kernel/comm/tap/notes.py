@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import threading
 from collections import Counter
@@ -15,7 +16,7 @@ from weakref import ref
 import torch
 
 import kernel
-from kernel.record.foreign import BROKEN, HOST_MEDIA, OVER, Call, Captured, Group, thread_text
+from kernel.record.foreign import BROKEN, HOST_MEDIA, OVER, REFUSED, Call, Captured, Group, thread_text
 from kernel.record.layout import Kind
 
 if TYPE_CHECKING:
@@ -322,6 +323,14 @@ class Notes:
             self.failed.append((id(error), note.number))
         self.write(_DONE, note.group.group.number, source, 0, self.thread(), note.number, why, 0)
 
+    def refused(self, note: Note, error: BaseException) -> None:
+        """Note that a call was never made: it meets nobody, and the next one of its channel has its number."""
+        note.done = True
+        why = self.recorder.site(f"{REFUSED}{exception_text(error)}")
+        with self._lock:  # whoever takes a number later stands behind this in the record as well
+            note.plan.cell[0] -= 1
+            self.write(_DONE, note.group.group.number, -1, 0, self.thread(), note.number, why, 0)
+
     def wait(self, note: Note, over: bool = False) -> None:
         """The host waits for a call, or goes on."""
         kind = _WAITED if over else _WAIT
@@ -347,6 +356,25 @@ class Notes:
     def captured(self, known: Known, call: Call, taken: int, given: int, branch: int) -> Captured:
         """A call that a graph holds, not made now."""
         return Captured(known.group.number, self.text(call), taken, given, branch)
+
+
+_SENT: Final = re.compile(
+    r"connection|connect|tim(?:ed ?|e)out|peer|socket|closed|reset|abort|broken pipe|nccl|cuda|store|unreachable",
+    re.IGNORECASE,
+)
+_LOCAL: Final = (ValueError, TypeError, IndexError, NotImplementedError)
+
+
+def sent_nothing(call: Call, error: BaseException) -> bool:
+    """Whether an exception, raised before there was a Work, is about the arguments of a call alone.
+
+    Backends check these first. What they raise of another rank, of a store or of a device is a call that was made.
+    """
+    if call.op == "monitored_barrier":
+        return False
+    if type(error) in _LOCAL:
+        return True
+    return type(error) is RuntimeError and _SENT.search(str(error)) is None
 
 
 def exception_text(error: BaseException) -> str:
