@@ -13,6 +13,7 @@ torch's grouped product of other types reads the group ends back and waits for t
 from __future__ import annotations
 
 from copy import copy
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -118,11 +119,16 @@ class Local:
         """See `Mixture`. As if there were one expert more, which nobody has, for -1."""
         if came.rows.shape[0] == 0:
             return torch.zeros_like(came.rows)
-        experts = self._bounds.shape[0]
-        these: Any = copy(self)  # the same weights under other numbers
-        these._first, these._total = 0, experts + 1
-        out: Tensor = these(came.rows, came.weights, came.experts.masked_fill(came.experts < 0, experts))
+        chosen = came.experts.masked_fill(came.experts < 0, self._bounds.shape[0])
+        out: Tensor = self._at_home(came.rows, came.weights, chosen)
         return out
+
+    @cached_property
+    def _at_home(self) -> Any:
+        """The same weights under a rank's own numbers."""
+        these = copy(self)
+        these._first, these._total = 0, self._bounds.shape[0] + 1
+        return these
 
 
 class Experts(Local):

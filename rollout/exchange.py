@@ -34,7 +34,7 @@ def resolve(
         limits = Limits(world.size, world.adp, 1, prefill_tokens=prefill_tokens, rows=rows, granule=world.atp)
         limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
         try:
-            deep_ep.check(_shape(config, options, limits, world), num_sms=sms(options), sms=deep_ep.SMS)
+            deep_ep.check(_shape(config, options, limits, world), num_sms=sms(options.exchange_sms), sms=deep_ep.SMS)
         except UsageError as error:
             now = replace(now, broken={**now.broken, "deepep": str(error)})
     asked = options.exchange
@@ -75,9 +75,9 @@ def settings(choice: Choice, config: Any, options: DeviceOptions, limits: Limits
     return {"substrate": choice.substrate, "reason": choice.reason, "shape": shape}
 
 
-def sms(options: DeviceOptions) -> int:
-    """SMs of DeepEP's prefill kernels."""
-    return options.exchange_sms or deep_ep.NUM_SMS
+def sms(asked: int | None) -> int:
+    """SMs of DeepEP's prefill kernels, for what `--exchange-sms` asks."""
+    return asked or deep_ep.NUM_SMS
 
 
 def _shape(config: Any, options: DeviceOptions, limits: Limits, world: World) -> Shape:

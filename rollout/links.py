@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
 from kernel.request import Phase
-from rollout.exchange import refuse
+from rollout.exchange import refuse, sms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -228,10 +228,9 @@ class Nccl(Communicators):
         """By DeepEP, `deepep`; over the same communicators, `nccl`; over symmetric memory, `symm`; or of one rank."""
         if substrate == "deepep":
             from kernel.comm import deep_ep
-            from kernel.exchange.deep_ep import NUM_SMS
 
-            sms = self._options["exchange_sms"] or NUM_SMS
-            return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=sms, nccl=self._nccl.ctas)
+            asked = sms(self._options["exchange_sms"])
+            return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=asked, nccl=self._nccl.ctas)
         if substrate == "nccl":
             from kernel.comm.exchange.nccl import nccl
 

@@ -181,6 +181,7 @@ class DeepEpNormal(NormalStates):
             buffer, self.buffer = self.buffer, None
             buffer.destroy()
 
+
 class DeepEpLowLatency(GraphStates):
     """`kernel.ports.LowLatencyExchange` by a buffer of symmetric memory.
 
@@ -256,11 +257,8 @@ def _whole(rows: Tensor, scales: Tensor) -> Tensor:
 
 
 def _reachable(peers: Peers, index: int) -> None:
-    """Raise UsageError unless this GPU reads every peer's memory, and all are on one host."""
-    here = torch.cuda.get_device_properties(index).uuid
-    found = peers.all_gather("its GPU", f"{index} {here}")
-    for rank, text in enumerate(found):
-        other = int(text.partition(" ")[0])
+    """Raise UsageError unless this GPU reads every peer's memory. All are on one host: `limits` refuses others."""
+    for rank, other in enumerate(peers.all_gather("its GPU", index)):
         if rank != peers.rank and (other == index or not torch.cuda.can_device_access_peer(index, other)):
             raise UsageError(
                 f"rank {peers.rank} on GPU {index} cannot read the memory of rank {rank} on GPU {other}: DeepEP needs"
