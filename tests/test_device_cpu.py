@@ -332,6 +332,48 @@ async def test_the_watch_sees_every_start_and_finish_on_its_stream() -> None:
     assert on_p == [("P", "start"), ("P", "finish")]
 
 
+@pytest.mark.parametrize("well", [True, False])
+@pytest.mark.parametrize("routed", [False, True])
+async def test_an_end_is_watched_before_anybody_learns_of_it(routed: bool, well: bool) -> None:
+    """A record may not say that work began before the work that it had waited for was over."""
+    ended = {"fail", "finish"}
+    watched, learned = threading.Event(), threading.Event()
+    early: list[bool] = []
+
+    def watch(phase: Phase, label: str, what: str, time_ns: int = 0) -> None:
+        if what in ended and phase is Phase.D:
+            watched.set()
+            early.append(learned.wait(0.05))
+
+    def work() -> int:
+        return 1 if well else 1 // 0
+
+    async with device(watch=watch) as it:
+        route = it.route()
+
+        def segment() -> None:
+            try:
+                route.run(CALLS[0], work)
+            finally:
+                learned.set()
+
+        if routed:
+            route.reserve(CALLS[:1])
+            event = it.stream(Phase.P).submit(segment, "P")
+        else:
+            event = it.stream(Phase.D).submit(work, "D 1")
+            threading.Thread(target=_learn, args=(event, watched, learned)).start()
+        with contextlib.suppress(ZeroDivisionError):
+            await event.wait()
+    assert early == [False]
+
+
+def _learn(event: Completion[Any], watched: threading.Event, learned: threading.Event) -> None:
+    watched.wait(BOUND_S)
+    if event.done():
+        learned.set()
+
+
 async def test_close_drops_what_has_not_begun() -> None:
     it = CpuDevice(0, local())
     go = threading.Event()

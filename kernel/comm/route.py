@@ -28,8 +28,12 @@ class Job(Protocol):
 
     label: str
 
-    def run(self, started: Callable[[], None]) -> bool:
-        """Do it, on the stream's thread; `started` is called as the work proper begins. Whether that went well."""
+    def run(self, started: Callable[[], None], ended: Callable[[bool], None]) -> None:
+        """Do it, on the stream's thread. `started` is called as the work proper begins, `ended` when it is over.
+
+        `ended` hears whether that went well before anybody else does: what is recorded of this work comes before
+        whatever its outcome sets going.
+        """
 
     def drop(self, error: BaseException) -> None:
         """Deliver `error` to whoever waits for it, instead of doing it; nothing once the work proper has begun."""
@@ -69,12 +73,12 @@ class Place:
             raise self._error
         return cast("T", self._value)
 
-    def run(self, started: Callable[[], None]) -> bool:
+    def run(self, started: Callable[[], None], ended: Callable[[bool], None]) -> None:
         """D's side: wait for P and run what it brings; pass by when the place was dropped."""
         self._settled.acquire()
         with self._lock:
             if self._state is not _State.FILLED or self._work is None:
-                return True
+                return
             self._state = _State.RUNNING
         started()
         try:
@@ -82,8 +86,8 @@ class Place:
                 self._value = self._work()
         except BaseException as error:
             self._error = error
+        ended(self._error is None)
         self._finished.release()
-        return self._error is None
 
     def drop(self, error: BaseException) -> None:
         """P cannot come, or D's thread ends: whoever waits on either side goes on."""

@@ -86,17 +86,18 @@ class _Work(Generic[T]):
         self.completion: Completion[T] = Completion()
         self._claim = threading.Lock()
 
-    def run(self, started: Callable[[], None]) -> bool:
+    def run(self, started: Callable[[], None], ended: Callable[[bool], None]) -> None:
         if not self._claim.acquire(blocking=False):
-            return True
+            return
         started()
         try:
             value = self._work()
         except BaseException as error:
+            ended(False)
             self.completion.fail(error)
-            return False
-        self.completion.succeed(value)
-        return True
+        else:
+            ended(True)
+            self.completion.succeed(value)
 
     def drop(self, error: BaseException) -> None:
         if self._claim.acquire(blocking=False):
@@ -156,24 +157,21 @@ class WorkerStream:
             if self._stopped is not None:
                 job.drop(self._stopped)
             elif self._watch is None:
-                job.run(_ignore)
+                job.run(_ignore, _ignore)
             else:
                 self._observe(job, self._watch)
             self._current = None
         self.ended.succeed(None)
 
     def _observe(self, job: Job, watch: Watch) -> None:
-        begun = False
-
         def started() -> None:
-            nonlocal begun
-            begun = True
             watch(self.phase, job.label, "start")
 
-        well = job.run(started)
-        if begun:
+        def ended(well: bool) -> None:
             watch(self.phase, job.label, "finish" if well else "fail")
 
+        job.run(started, ended)
 
-def _ignore() -> None:
+
+def _ignore(_well: bool = True) -> None:
     pass
