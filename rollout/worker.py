@@ -24,7 +24,7 @@ from kernel.rank import Ports, Rank
 from kernel.record import NullRecorder, Recorder, ring_path
 from kernel.record.layout import ORPHANED
 from kernel.request import Phase
-from kernel.sched import registry
+from kernel.sched import hooks, registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
 from rollout import exchange, faults, heap, standing, wire, words
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 GRACE_S: Final = 2.0
 """For a rank that was told to give up to do so by itself."""
+_left: Final[list[SystemExit]] = []
+"""With what a task that is none of ours left the process: a policy may have started one."""
 
 
 class Outbox:
@@ -202,6 +204,9 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         link.ended(None)
     except asyncio.CancelledError as error:
         link.ended(error)
+        if _left:
+            where = f"rank {rank}, round {journal.round}"
+            hooks.raised(_left[0], engine.policy, "turn", where)
         raise RankLost(f"rank {rank} waited for something of its policy's own and was ended") from error
     except BaseException as error:
         if (ours := faults.explained(error, rank, "while it served")) is not None:
@@ -289,7 +294,11 @@ def run_loop(how: str) -> int:
     # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_connected(how))
+        try:
+            return runner.run(_connected(how))
+        except SystemExit as error:
+            _left.append(error)  # the runner now cancels what is left, and `_run` says why
+            raise
 
 
 async def _connected(how: str) -> int:

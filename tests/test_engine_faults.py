@@ -126,6 +126,17 @@ POLICIES = """
         async def turn(self, gate):
             sys.exit(0)
 
+    class LeavesLater(Fine):
+        name = "leaves_later"
+
+        async def turn(self, gate):
+            async def leave():
+                await asyncio.sleep(0)
+                sys.exit(0)
+
+            self.task = asyncio.ensure_future(leave())
+            await super().turn(gate)
+
     class LeavesPlan(Fine):
         name = "leaves_plan"
 
@@ -217,6 +228,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("PlanOfBucket", PolicyError, r"PlanOfBucket\.plan \(\S+:\d+\) returned a bucket of 1000000000 rows for \d"),
         ("PlanOfRound", PolicyError, r"PlanOfRound\.plan \(\S+:\d+\) returned round \d+: it must be the round that"),
         ("Leaves", PolicyError, r"policy leaves failed: Leaves\.turn at \S+policies\.py:\d+: SystemExit: 0 \(rank \d"),
+        ("LeavesLater", PolicyError, r"failed: LeavesLater\.turn\.<locals>\.leave at \S+:\d+: SystemExit: 0 \(rank \d"),
         ("LeavesPlan", PolicyError, r"failed: LeavesPlan\.decode_now at \S+:\d+: SystemExit: bye \(rank \d, round \d"),
         ("Cancels", PolicyError, r"policy cancels failed: Cancels\.turn at \S+:\d+: CancelledError \(rank \d"),
         ("Plain", PolicyError, r"failed: Plain\.turn \(\S+policies\.py:\d+\): TypeError: .* 'await' expression"),

@@ -20,6 +20,7 @@ from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
 from rollout import cli, faults, host_memory, report_files, resume, trace
+from tests.users import Repository
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +71,45 @@ def test_a_policy_whose_import_does_not_end(
     assert (written, err.count("\n")) == ("", 1)
     assert re.search(rf"policy {file}:Mine: \S*/mine\.py:{line} does not return .* \(for 0\.3 s\)", err)
     assert not out.exists()
+
+
+INSTALLED = """
+import sys, sysconfig, verify.trial.supervise
+paths = {**sysconfig.get_paths(), "purelib": sys.argv.pop(1)}
+sysconfig.get_paths = lambda *given, **named: paths
+verify.trial.supervise.SILENCE_S = 1.0
+from rollout.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "before", "inside", "line"),
+    [
+        (("rollout", "--policy"), "while True: pass", "pass", 2),
+        (("check",), "while True: pass", "pass", 2),
+        (("check",), "", "while True: pass", 6),
+    ],
+    ids=["rollout at import", "check at import", "check in a hook"],
+)
+def test_a_policy_that_is_installed_among_the_libraries_is_watched_as_any(
+    asked: tuple[str, ...], before: str, inside: str, line: int, tmp_path: Path
+) -> None:
+    theirs = Repository(tmp_path)
+    info, package = theirs.site / "installed-1.dist-info", theirs.site / "installed"
+    for folder in (info, package):
+        folder.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: installed\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[turnstile.policies]\nmine = installed.mine:Mine\n")
+    (package / "__init__.py").write_text("")
+    (package / "mine.py").write_text(
+        f"from kernel.sched.fine import Fine\n{before}\n"
+        f"class Mine(Fine):\n    name = 'mine'\n    def span(self, now):\n        {inside}\n        return 1\n"
+    )
+    ended = theirs.run("-c", INSTALLED, str(theirs.site), *asked, "mine")
+    assert f"installed/mine.py:{line}" in ended.stdout + ended.stderr, ended
+    assert ended.returncode == (2 if asked[0] == "rollout" else 1)
 
 
 @pytest.mark.parametrize(

@@ -29,26 +29,27 @@ sys.meta_path.insert(0, Blocker())
 
 
 class Repository:
-    """folder: where its files lie. Turnstile is found as pip would have installed it, with its entry points."""
+    """folder: where its files lie. site: where packages are installed, with turnstile as pip would have installed it
+    (its entry points)."""
 
     def __init__(self, folder: Path, files: Mapping[str, str] | None = None) -> None:
         self.folder = folder / "theirs"
         self.folder.mkdir()
-        self._site = folder / "site"
-        info = self._site / "turnstile-0.0.0.dist-info"
+        self.site = folder / "site"
+        info = self.site / "turnstile-0.0.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: turnstile\nVersion: 0.0.0\n")
         project = tomllib.loads((HOUSE / "pyproject.toml").read_text())["project"]
         points = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in found.items())
                   for group, found in project["entry-points"].items()]  # fmt: skip
         (info / "entry_points.txt").write_text("\n".join(points))
-        (self._site / "bare.py").write_text(BARE)
+        (self.site / "bare.py").write_text(BARE)
         for name, text in (files or {}).items():
             (self.folder / name).write_text(text)
 
     def run(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run Python with these arguments in it."""
-        path = os.pathsep.join((str(self._site), str(HOUSE)))
+        path = os.pathsep.join((str(self.site), str(HOUSE)))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "120"}
         environment.pop("PYTEST_ADDOPTS", None)
         return subprocess.run(

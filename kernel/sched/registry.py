@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import os
 import sys
@@ -97,6 +98,23 @@ def _fits(policy: Any, spec: str) -> None:
     route = getattr(policy, "route", None)
     if route is not None and route not in ROUTES:
         raise UsageError(f"policy {spec} has the route {route!r:.60}: choose one of {', '.join(ROUTES)}, or None")
+
+
+@functools.cache
+def homes() -> tuple[str, ...]:
+    """Where the installed packages lie that offer policies: directories with a slash at the end, or single files.
+
+    Nothing of them is imported for it. They may stand among libraries, and are a policy's own code all the same.
+    """
+    found = []
+    for entry in entry_points(group=GROUP):
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(entry.module.partition(".")[0])
+            if spec is not None and spec.submodule_search_locations:
+                found += [f"{place}/" for place in spec.submodule_search_locations]
+            elif spec is not None and spec.origin:
+                found.append(spec.origin)
+    return tuple(found)
 
 
 def shipped(spec: str) -> bool:

@@ -25,6 +25,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import kernel
+from kernel.sched import registry
 from verify.blame import Class
 from verify.sim.waits import place
 from verify.trial.findings import Finding
@@ -67,8 +68,13 @@ def ours(filename: str) -> bool:
 
 @cache
 def foreign(filename: str) -> bool:
-    """Whether a file belongs to neither this package nor a library: then it is the policy's own code."""
-    return not filename.startswith((*_ours(), *_libraries(), "<"))
+    """Whether a file belongs to neither this package nor a library: then it is the policy's own code.
+
+    So is an installed package that offers a policy, wherever it lies.
+    """
+    if filename.startswith((*_ours(), "<")):
+        return False
+    return filename.startswith(registry.homes()) or not filename.startswith(_libraries())
 
 
 @cache
