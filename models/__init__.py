@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
 from models.config import FAMILIES, DecoderConfig, parse_config, read_config
-from models.shards import check_split, kv_bytes_per_token
+from models.weights.shards import check_split, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.fused import fuses, gated
+from models.cuda.fused import fuses, gated
 from models.products import Plain, product, tiles
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Order:
         back = torch.empty_like(self.order)
         back.scatter_(0, self.order, torch.arange(n * k, device=out.device))
         if fused:
-            from models.triton_kernels import summed
+            from models.cuda.triton_kernels import summed
 
             return summed(out, back.view(n, k), None if self._foreign is None else self.ends[-1:])
         found = out.index_select(0, back).view(n, k, out.shape[1])

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from kernel.request import Phase, Sampled
-from models.attention import Batch, KVPool, attend
-from models.attention_kept import Kept
+from models.attention.lanes import Kept
+from models.attention.reference import Batch, attend
 from models.layers import ints
 from models.sampling import sample
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel.request import Row
-    from models.native import Native
+    from models.attention.pool import KVPool
+    from models.native.forward import Native
 
 
 class Ends(Protocol):
@@ -157,7 +158,7 @@ class NativePrefill(HostEnds):
     """Any other rows for the kernels of `models.native`."""
 
     def __init__(self, rows: Sequence[Row], slots: Tensor, native: Native) -> None:
-        from models.native import prompts
+        from models.native.forward import prompts
 
         super().__init__(rows, slots)
         self.native, self.fed = native, prompts(rows, native.frequencies)

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from kernel.errors import UsageError
-from models.attention import KVPool
-from models.checkpoint import Checkpoint
+from models.attention.pool import KVPool
 from models.config import Qwen3MoeConfig, read_config
-from models.cuda_inputs import DeviceSource, StaticInputs
-from models.dummy import DummyTensors
+from models.cuda.experts_fp8 import Fp8Experts, check_fp8, quantised
+from models.cuda.fused import parts
+from models.cuda.inputs import DeviceSource, StaticInputs
 from models.experts import Experts, route
-from models.experts_fp8 import Fp8Experts, check_fp8, quantised
-from models.fused import parts
 from models.inputs import HostSource, NativeDecode, NativePrefill
 from models.layers import Rotary, embed
 from models.products import product
-from models.qwen3_moe_weights import Weights, check_tensors, read_weights
-from models.shards import dtype_name, shard
+from models.weights.checkpoint import Checkpoint
+from models.weights.dummy import DummyTensors
+from models.weights.qwen3_moe import Weights, check_tensors, read_weights
+from models.weights.shards import dtype_name, shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from kernel.ports import Step
     from kernel.request import Row, Sampled
     from kernel.topology import World
+    from models.cuda.fused import Angles
     from models.experts import Mixture
-    from models.fused import Angles
     from models.inputs import Inputs, Source
-    from models.native import Fed, Native
+    from models.native.forward import Fed, Native
 
 
 class Qwen3Moe:
@@ -79,7 +79,7 @@ class Qwen3Moe:
         self.slots = torch.zeros(slots + on_device, dtype=torch.int64, device=device)
         flash = None
         if attention != "reference":
-            from models.attention_flashinfer import FlashAttention
+            from models.attention.flashinfer import FlashAttention
 
             flash = FlashAttention(self.pool, self._q, device, fa3=attention == "flashinfer")
         if flash is None and not on_device:
@@ -113,7 +113,7 @@ class Qwen3Moe:
     def _take(self, weights: Weights) -> None:
         config = self.config
         if self._compiled and isinstance(self.source, HostSource):
-            from models.native import Native
+            from models.native.forward import Native
 
             splits = self.world.splits
             native = Native(
@@ -289,7 +289,7 @@ def load(
         raise UsageError(f"{path}: a {config.model_type} checkpoint, not qwen3_moe")
     kind = getattr(torch, dtype_name(dtype))
     if attention != "reference":
-        from models.attention_flashinfer import check_shape, library
+        from models.attention.flashinfer import check_shape, library
 
         check_shape(config.head_dim, kind, torch.device(device))
         library()

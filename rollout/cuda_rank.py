@@ -68,7 +68,7 @@ async def build(
 
     import models
     from kernel.device.cuda import CudaDevice
-    from models.graphs import GraphedDecode
+    from models.cuda.graphs import GraphedDecode
 
     options, gpu = config["device"], config["gpu"]
     doing = "while it loaded the model"

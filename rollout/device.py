@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 from kernel.exchange.choose import CHOICES
-from models import native_build, native_compiler
 from models.config import DTYPES
+from models.native import build as kernels
+from models.native.compiler import compiler
 
 if TYPE_CHECKING:
     from models.config import DecoderConfig
@@ -136,9 +137,9 @@ class DeviceOptions:
         """Raise UsageError when something that the options need is not installed. build: what is to be built, here and
         now, however long that takes; else only that there is a compiler is seen to."""
         if self.compiled and build:
-            native_build.library()
+            kernels.library()
         elif self.compiled:
-            native_compiler.compiler()
+            compiler()
         if self._flashes and find_spec("flashinfer") is None:
             raise UsageError(
                 f"--attention {self.attention}: flashinfer is not installed: pip install 'turnstile[cuda]', or use"

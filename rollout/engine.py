@@ -26,7 +26,7 @@ from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
-from models import native_build
+from models.native import build as kernels
 from rollout import exchange, gpus, host_memory, last_words, memory, stall, wire
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.hosts import HostsLauncher
@@ -175,7 +175,7 @@ class Engine:
         if self._launcher is not None:
             raise UsageError("an engine is opened once: make another Engine")
         if self.options.compiled:
-            await native_build.wanted()  # on a thread: the loop goes on, and Ctrl-C kills the compiler
+            await kernels.wanted()  # on a thread: the loop goes on, and Ctrl-C kills the compiler
         here = place()
         self._launcher = (
             Launcher(self.world, self._settings, self._nursery) if here is None else self._across_hosts(here)

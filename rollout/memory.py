@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from kernel.errors import UsageError
 from models import kv_bytes_per_token
 from models.config import DTYPES, Qwen3MoeConfig
-from models.shards import shard
+from models.weights.shards import shard
 
 if TYPE_CHECKING:
     from kernel.topology import World

@@ -117,7 +117,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     import models
     from kernel.device import cuda
 
-    graphs = pytest.importorskip("models.graphs")
+    graphs = pytest.importorskip("models.cuda.graphs")
     made = Fakes()
     monkeypatch.setattr(models, "load", made.model)
     monkeypatch.setattr(cuda, "CudaDevice", made.device)

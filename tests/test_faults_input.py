@@ -243,8 +243,8 @@ def test_a_trace_without_end_and_a_line_without_end(
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 def test_a_pipe_in_a_checkpoint(name: str, tmp_path: Path) -> None:
-    from models.checkpoint import Checkpoint
     from models.tiny import write_checkpoint
+    from models.weights.checkpoint import Checkpoint
     from rollout import fingerprint
 
     model = write_checkpoint(tmp_path / "model")
@@ -274,8 +274,8 @@ def test_a_pool_larger_than_memory_is_refused_before_ranks_start(tokens: int, tm
 
 def test_what_a_pool_may_have(tmp_path: Path) -> None:
     from kernel.topology import World
-    from models.shards import kv_bytes_per_token
     from models.tiny import write_checkpoint
+    from models.weights.shards import kv_bytes_per_token
 
     def put(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -371,9 +371,9 @@ def test_weights_that_are_no_numbers(bad: float, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     from kernel.topology import World
-    from models.checkpoint import Checkpoint
-    from models.qwen3_moe_weights import read_weights
     from models.tiny import write_checkpoint
+    from models.weights.checkpoint import Checkpoint
+    from models.weights.qwen3_moe import read_weights
 
     model = write_checkpoint(tmp_path / "model")
     file = model / "model.safetensors"

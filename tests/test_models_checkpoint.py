@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 import models
 from kernel.errors import UsageError
 from kernel.topology import World
-from models.checkpoint import Checkpoint
 from models.config import Qwen3MoeConfig, read_config
-from models.qwen3_moe_weights import Weights, read_weights
-from models.shards import shard
 from models.tiny import write_checkpoint
+from models.weights.checkpoint import Checkpoint
+from models.weights.qwen3_moe import Weights, read_weights
+from models.weights.shards import shard
 
 if TYPE_CHECKING:
     from pathlib import Path

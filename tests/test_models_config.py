@@ -11,7 +11,7 @@ from kernel.errors import UsageError
 from kernel.topology import Role, World
 from models import kv_bytes_per_token
 from models.config import FAMILIES, Qwen3MoeConfig, parse_config, read_config
-from models.shards import check_split, shard
+from models.weights.shards import check_split, shard
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,11 +16,12 @@ import models
 from kernel.request import Phase, Row, SamplingParams
 from kernel.topology import World
 from models import experts
-from models.attention import Batch, KVPool, attend
-from models.drawn import Drawn
-from models.experts_fp8 import Fp8Experts
-from models.graphs import GraphedDecode
-from models.staging import Ring
+from models.attention.pool import KVPool
+from models.attention.reference import Batch, attend
+from models.cuda.drawn import Drawn
+from models.cuda.experts_fp8 import Fp8Experts
+from models.cuda.graphs import GraphedDecode
+from models.cuda.staging import Ring
 from models.tiny import write_checkpoint
 from tests.graph_device import FakeDevice, step_maker
 from tests.no_waits import no_waits
@@ -165,7 +166,7 @@ def test_bfloat16_is_close_to_float32(attention: str, wide: Path) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_flashinfer_is_the_reference_layer_by_layer(kv_heads: int) -> None:
     """Prefill and decode plans over a pool of noise against the reference in float32: within bfloat16's rounding."""
-    from models.attention_flashinfer import FlashAttention, spread
+    from models.attention.flashinfer import FlashAttention, spread
 
     heads, dim, size = 8 * kv_heads, 128, 16
     device = torch.device(DEVICE)

@@ -19,15 +19,18 @@ import models
 from kernel.errors import UsageError
 from kernel.request import Phase, Row, SamplingParams
 from kernel.topology import World
-from models import attention_flashinfer, experts, experts_fp8, qwen3_moe, sampling, sampling_device
-from models.attention_flashinfer import fills, spread, workspace_bytes
+from models import experts, qwen3_moe, sampling
+from models.attention import flashinfer as attention_flashinfer
+from models.attention.flashinfer import fills, spread, workspace_bytes
 from models.config import Qwen3MoeConfig, read_config
-from models.drawn import Outbox
-from models.dummy import DummyTensors
-from models.qwen3_moe_weights import read_weights
-from models.sampling_device import DrawRows, Way, columns, draw, way
-from models.staging import Ring
+from models.cuda import experts_fp8
+from models.cuda import sampling as sampling_device
+from models.cuda.drawn import Outbox
+from models.cuda.sampling import DrawRows, Way, columns, draw, way
+from models.cuda.staging import Ring
 from models.tiny import write_checkpoint
+from models.weights.dummy import DummyTensors
+from models.weights.qwen3_moe import read_weights
 from tests.fake_flashinfer import FakeFlashInfer
 from tests.graph_device import FakeDevice, step_maker
 from tests.test_models_layers import noise, plain_mixture
@@ -324,7 +327,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeFlashInfer]:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_model_over_flashinfer_draws_the_same(graphs: bool, tmp_path: Path, fake: FakeFlashInfer) -> None:
-    from models.graphs import GraphedDecode
+    from models.cuda.graphs import GraphedDecode
 
     path = write_checkpoint(tmp_path, head_dim=8, heads=8, kv_heads=2)
     model: Any = qwen3_moe.load(
@@ -374,7 +377,7 @@ def test_what_fills_a_device() -> None:
 
 def test_a_plan_that_does_not_fit_the_graph_is_an_error(tmp_path: Path, fake: FakeFlashInfer) -> None:
     from kernel.errors import ModelError
-    from models.cuda_inputs import StaticInputs
+    from models.cuda.inputs import StaticInputs
 
     path = write_checkpoint(tmp_path, layers=1)
     model: Any = qwen3_moe.load(path, World(1), 0, blocks=8, block_size=4, slots=2, attention="flashinfer", staged=True)

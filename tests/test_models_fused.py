@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.attention import KVPool
+from models.attention.pool import KVPool
+from models.cuda.fused import FusedParts, TorchParts, gated, parts
 from models.experts import Order
-from models.fused import FusedParts, TorchParts, gated, parts
 from models.layers import Rotary
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

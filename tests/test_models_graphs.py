@@ -14,8 +14,8 @@ from kernel.errors import ModelError, StillHeld, UsageError
 from kernel.request import Phase, Row, SamplingParams
 from kernel.topology import World
 from models import qwen3_moe
-from models.drawn import Drawn
-from models.graphs import GraphedDecode
+from models.cuda.drawn import Drawn
+from models.cuda.graphs import GraphedDecode
 from models.tiny import write_checkpoint
 from tests.graph_device import FakeDevice, step_maker
 from tests.tiny import Context, FakeCollectives, Meeting, Oracle, Team, together

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.request import Row
-from models.attention import Batch, KVPool, attend
-from models.attention_kept import Kept
+from models.attention.lanes import Kept
+from models.attention.pool import KVPool
+from models.attention.reference import Batch, attend
 
 K, DIM, HEADS, SIZE, BLOCKS = 2, 8, 4, 4, 8
 """Of the pool, and blocks of a turn."""

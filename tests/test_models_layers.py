@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kernel.ports import Received
 from kernel.request import Row
 from models import experts
-from models.attention import Batch, KVPool, attend
+from models.attention.pool import KVPool
+from models.attention.reference import Batch, attend
 from models.layers import Norm, Rotary, embed
 
 

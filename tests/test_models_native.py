@@ -23,7 +23,8 @@ from kernel.errors import UsageError
 from kernel.request import SamplingParams
 from kernel.step import Step
 from kernel.topology import World
-from models import native_build, native_compiler
+from models.native import build as native_build
+from models.native import compiler as native_compiler
 from models.tiny import write_checkpoint
 from rollout import cli
 from rollout.engine import Engine

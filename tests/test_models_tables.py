@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 np = pytest.importorskip("numpy")
 
 from kernel.request import Row  # noqa: E402
-from models.tables import BlockTables  # noqa: E402
+from models.cuda.tables import BlockTables  # noqa: E402
 
 SIZE = 4
 

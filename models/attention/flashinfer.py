@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel.request import Row
-    from models.attention import KVPool
-    from models.staging import Parcel
+    from models.attention.pool import KVPool
+    from models.cuda.staging import Parcel
 
 HEAD_DIMS: Final = (64, 128, 256)
 _INTS: Final = 8 << 20

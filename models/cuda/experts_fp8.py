@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from kernel.errors import UsageError
+from models.cuda.fused import fuses, gated
 from models.experts import Local, Order
-from models.fused import fuses, gated
-from models.shards import shard
+from models.weights.shards import shard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel.topology import World
     from models.config import Qwen3MoeConfig
-    from models.qwen3_moe_weights import Weights
+    from models.weights.qwen3_moe import Weights
 
 LARGEST: Final = 448.0
 """Largest float8_e4m3fn."""

@@ -17,7 +17,7 @@ from models.layers import Norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.attention import KVPool
+    from models.attention.pool import KVPool
     from models.layers import Rotary
 
 Angles = tuple["Tensor", "Tensor"]
@@ -98,13 +98,13 @@ class FusedParts:
 
     def norm(self, weight: Tensor) -> RowNorm:
         """See `Parts`."""
-        from models.triton_kernels import norm
+        from models.cuda.triton_kernels import norm
 
         return lambda x: norm(x, weight, self._eps)
 
     def heads(self, layer: int, weight: Tensor) -> Heads:
         """See `Parts`."""
-        from models.triton_kernels import heads as run
+        from models.cuda.triton_kernels import heads as run
 
         pool, keys, eps = self._pool.storage[layer], self._pool.kv_heads, self._eps
         return lambda heads, angles, cells: run(heads, weight, eps, angles, cells, pool, keys)
@@ -126,7 +126,7 @@ def parts(pool: KVPool, rotary: Rotary, eps: float) -> Parts:
 def gated(both: Tensor, share: Tensor, fused: bool) -> Tensor:
     """silu(gate) * value * share of both [n, 2 * columns] (gate, then value) and share [n]: [n, columns]."""
     if fused:
-        from models.triton_kernels import gated as run
+        from models.cuda.triton_kernels import gated as run
 
         return run(both, share)
     gate, value = both.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Builds models/native.cpp with this host's C++ compiler, once for each source, compiler and processor.
+"""Builds models/native/native.cpp with this host's C++ compiler, once for each source, compiler and processor.
 
 The library has a plain C interface and needs nothing of torch, so it takes seconds to build and loads in any process.
 """
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
-from models import native_compiler
-from models.native_compiler import compiler
+from models.native import compiler as compilers
+from models.native.compiler import compiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOURCE: Final = Path(__file__).with_name("native.cpp")
-SOURCES: Final = (SOURCE, *(Path(__file__).with_name(f"native_{part}.h") for part in ("products", "tiles")))
+SOURCES: Final = (SOURCE, *(Path(__file__).with_name(f"{part}.h") for part in ("products", "tiles")))
 FLAGS: Final = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno")
 LOCK: Final = "building.lock"
 SEAL: Final = b"turnstile sha256"
@@ -38,7 +38,7 @@ SEAL: Final = b"turnstile sha256"
 def library(stop: threading.Event | None = None) -> Path:
     """The built library, made now where it is not there yet, or is damaged. Raises UsageError where it cannot be.
 
-    stop: set by another thread to give up, which raises `native_compiler.Stopped`; the compiler is killed.
+    stop: set by another thread to give up, which raises `models.native.compiler.Stopped`; the compiler is killed.
     """
     command = compiler()
     folder = _folder()
@@ -78,7 +78,7 @@ def _make(command: list[str], path: Path, stop: threading.Event | None) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as work:
             made = Path(work) / path.name
-            native_compiler.build([*command, *FLAGS, "-o", str(made), str(SOURCE)], made, stop)
+            compilers.build([*command, *FLAGS, "-o", str(made), str(SOURCE)], made, stop)
             with made.open("r+b") as file:
                 digest = hashlib.file_digest(file, "sha256").digest()
                 file.seek(0, os.SEEK_END)
@@ -114,12 +114,12 @@ def _alone(folder: Path, stop: threading.Event | None) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"--compile: {folder / LOCK}: {error.strerror}: set XDG_CACHE_HOME") from None
     try:
-        end = time.monotonic() + native_compiler.PATIENCE_S
+        end = time.monotonic() + compilers.PATIENCE_S
         with suppress(OSError):  # a file system without locks
             while not _locked(held) and time.monotonic() < end:
                 if stop is not None and stop.is_set():
-                    raise native_compiler.Stopped
-                time.sleep(native_compiler.LOOK_S)
+                    raise compilers.Stopped
+                time.sleep(compilers.LOOK_S)
         yield
     finally:
         os.close(held)
@@ -135,7 +135,7 @@ def _locked(held: int) -> bool:
 
 def _key(command: list[str], stop: threading.Event | None) -> str:
     """What the library depends on: its source, compiler, flags and processor."""
-    said = native_compiler.version(command, stop)
+    said = compilers.version(command, stop)
     parts = [*(each.read_text() for each in SOURCES), *command, *FLAGS, said, platform.machine(), _processor()]
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 

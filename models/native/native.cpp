@@ -1,8 +1,8 @@
-// A decoder layer on a CPU: what lies between two collectives, as one call each. Built by models/native_build.py.
+// A decoder layer on a CPU: what lies between two collectives, as one call each. Built by models/native/build.py.
 //
 // Rows are fed tokens. A row's numbers come from the same operations in the same order whatever rows are beside it.
 // Weights and what crosses a call are of type T (float or bfloat16), and so are the left sides of products.
-#include "native_products.h"
+#include "products.h"
 
 namespace {
 
@@ -186,7 +186,7 @@ void turn(float* x, const T* weight, const float* cos, const float* sin, long di
 template <class T> bool tiled(const Layer<T>& l) {
     return sizeof(T) == 2 && tiles() && l.block_size == W && l.dim % 32 == 0;
 }
-#include "native_tiles.h"
+#include "tiles.h"
 #else
 template <class T> bool tiled(const Layer<T>&) { return false; }
 template <class T> void attend_tiles(const Layer<T>&, const T*, const int32_t*, long, long, T*) {}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from models.checkpoint import Tensors, empty
-from models.shards import Shard, Span, shard
+from models.weights.checkpoint import Tensors, empty
+from models.weights.shards import Shard, Span, shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernel.request import Row
-    from models.attention import KVPool
+    from models.attention.pool import KVPool
 
 MOST_BYTES: Final = 1 << 28
 """Of all layers together. Beyond it nothing is kept, and every iteration gathers."""

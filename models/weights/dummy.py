@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.qwen3_moe_weights import expected
 from models.tiny import EMBEDDING_STD, EXPERT_GAIN
+from models.weights.qwen3_moe import expected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class DummyTensors:
-    """Stands in for `models.checkpoint.Checkpoint`. seed: another seed, other weights."""
+    """Stands in for `models.weights.checkpoint.Checkpoint`. seed: another seed, other weights."""
 
     def __init__(self, path: str | Path, config: Qwen3MoeConfig, seed: int = 0) -> None:
         self.path, self._seed = Path(path), seed

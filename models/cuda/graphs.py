@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from kernel.errors import UsageError
 from kernel.request import Phase, Row, SamplingParams
-from models.cuda_inputs import DeviceSource, StaticInputs
-from models.sampling_device import Way
+from models.cuda.inputs import DeviceSource, StaticInputs
+from models.cuda.sampling import Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

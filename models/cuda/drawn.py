@@ -81,7 +81,7 @@ class Outbox:
         self.grown = 0
 
     def post(self, drawn: Tensor | None, asked: Sequence[bool]) -> Drawn:
-        """Enqueue the copy of `drawn` [at least as many as asked, 2] (see `models.sampling_device`); never waits."""
+        """Enqueue the copy of `drawn` [at least as many as asked, 2] (see `models.cuda.sampling`); never waits."""
         count = sum(asked)
         if drawn is None or not count:
             return Drawn(None, self, asked)

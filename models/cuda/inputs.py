@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from kernel.request import Phase
-from models.attention import Batch, Fixed, KVPool, attend
-from models.drawn import Drawn, Outbox
-from models.sampling_device import DrawRows, Way, columns, draw, way
-from models.staging import Parcel, Ring
-from models.tables import BlockTables
+from models.attention.reference import Batch, Fixed, attend
+from models.cuda.drawn import Drawn, Outbox
+from models.cuda.sampling import DrawRows, Way, columns, draw, way
+from models.cuda.staging import Parcel, Ring
+from models.cuda.tables import BlockTables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernel.request import Row
-    from models.attention_flashinfer import DecodePlan, FlashAttention, Paged
+    from models.attention.flashinfer import DecodePlan, FlashAttention, Paged
+    from models.attention.pool import KVPool
 
 
 class DeviceSource:
@@ -200,7 +201,7 @@ class StaticInputs:
         return hidden
 
     def draw_all(self, logits: Tensor, how: Way) -> Tensor:
-        """Draw for every row, padding too, and keep the draws in the slots. Returns as `sampling_device.draw`."""
+        """Draw for every row, padding too, and keep the draws in the slots. Returns as `models.cuda.sampling.draw`."""
         drawn = draw(logits, self._rows, how)
         self._source.slots.index_copy_(0, self._tensors["slots"], drawn[:, 0])
         return drawn

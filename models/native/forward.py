@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models.layers import Rotary
-from models.native_build import kernels
+from models.native.build import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kernel.request import Row
-    from models.attention import KVPool
+    from models.attention.pool import KVPool
     from models.config import Qwen3MoeConfig
-    from models.qwen3_moe_weights import LayerWeights, Weights
+    from models.weights.qwen3_moe import LayerWeights, Weights
 
 _SIZES = (
     "hidden", "q", "k", "dim", "block_size", "experts", "first", "local", "columns", "top_k", "normalise", "leader",
