@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kernel.request import Phase
-from tests.test_device_cpu import BOUND_S, CALLS, device
+from tests.test_device_cpu import BOUND_S, CALLS, device, route_one
 
 if TYPE_CHECKING:
     from kernel.device.worker import Completion
