@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.request import SamplingParams
-from rollout.launcher import Launcher
+from rollout.ranks.launcher import Launcher
 
 if TYPE_CHECKING:
     from rollout.engine import Engine

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measured, rank_jobs
 from kernel.topology import World
-from rollout.plots import COLOURS, STYLE
+from rollout.report.plots import COLOURS, STYLE
 from tests.ranks import Ranks
 
 if TYPE_CHECKING:

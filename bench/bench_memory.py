@@ -25,14 +25,14 @@ from models import kv_bytes_per_token, read_config
 from models.tiny import write_checkpoint
 from rollout.device import DeviceOptions
 from rollout.engine import Engine
-from rollout.memory import weight_bytes
-from rollout.nursery import Nursery
+from rollout.ranks.memory import weight_bytes
+from rollout.ranks.nursery import Nursery
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from rollout.nursery import Child
+    from rollout.ranks.nursery import Child
 
 SHAPE: dict[str, int] = {
     "vocab": 8192, "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "experts": 16, "top_k": 2,

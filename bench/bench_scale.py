@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import measured
-from rollout import trace
 from rollout.args import COMPARED
-from rollout.plots import COLOURS, STYLE
 from rollout.replay import Row, read_rows
+from rollout.report.plots import COLOURS, STYLE
+from rollout.trace import read as trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -37,7 +37,7 @@ PARTS: Final = (
     ("hand to the stream", "kernel.device.worker:WorkerStream", "submit"),
     ("await the stream", "kernel.device.worker:Completion", "wait"),
     ("wake the loop", "kernel.device.worker:Completion", "succeed fail"),
-    ("outputs", "rollout.worker:Outbox", "emit flush"),
+    ("outputs", "rollout.ranks.worker:Outbox", "emit flush"),
     ("forward", "kernel.driver:Driver", "advance"),
 )
 """(part, module or class, functions). Each counts what the others inside it do not."""

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rollout import report_files
-from rollout.report_metrics import percentile
+from rollout.report import files as report_files
+from rollout.report.metrics import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
-from rollout import report_files
 from rollout.engine import Engine
-from rollout.launcher import Launcher
+from rollout.ranks.launcher import Launcher
+from rollout.report import files as report_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 RESULTS: Final = Path(__file__).parent / "results" / "soak.json"
 WORLD: Final = World(4, 2, 4)

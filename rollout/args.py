@@ -14,10 +14,10 @@ from kernel.exchange.choose import CHOICES
 from kernel.topology import CUTS, GATHERS, ROUTES, World
 from models.config import DTYPES
 from rollout.device import ATTENTIONS, DEVICES, LAUNCH_ORDERS, MODULES, QUANTIZATIONS, WEIGHTS, DeviceOptions
-from rollout.pulse import RANK_TIMEOUT_S
+from rollout.ranks.pulse import RANK_TIMEOUT_S
 from rollout.stall import STALL_TIMEOUT_S
-from rollout.trace import PAPER_TRACE
-from rollout.trace_shape import Shape
+from rollout.trace.read import PAPER_TRACE
+from rollout.trace.shape import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,14 +23,20 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from kernel.errors import HangFound, TurnstileError, UsageError
 from kernel.sched.policy import Limits
 from models.config import read_config
-from rollout import campaign_report, exchange, fingerprint, gpus, policies, report_files, resume, trace
+from rollout import fingerprint, policies, resume
 from rollout.args import TINY, Options, parse
 from rollout.device import CPU_KV_TOKENS
 from rollout.progress import Progress
+from rollout.ranks import exchange, gpus
+from rollout.ranks.torchrun import place
 from rollout.replay import Sink, replay
+from rollout.report import campaign as campaign_report
+from rollout.report import files as report_files
+from rollout.runs import Campaign, Run
 from rollout.stall import Stalled
-from rollout.torchrun import place
-from rollout.trace_shape import Shape
+from rollout.trace.read import read as read_trace
+from rollout.trace.shape import Shape
+from rollout.trace.trajectory import Turn, counted
 from rollout.watch import Watch
 
 if TYPE_CHECKING:
@@ -38,8 +44,7 @@ if TYPE_CHECKING:
 
     from models.config import DecoderConfig
     from rollout.replay import Row
-    from rollout.trace import Trace, Trajectory
-    from verify.intervals import Interval
+    from rollout.trace.trajectory import Trace, Trajectory
 
 WARM_UP: Final = "warm-up"
 """Folder of the warm-up's record, which is taken away when the warm-up has ended well."""
@@ -51,38 +56,11 @@ MOST_EVENTS: Final = 1 << 18
 """A record of this size takes 19 MB a rank."""
 
 
-@dataclass(slots=True)
-class Run:
-    """One policy, one repeat. folder: holds `record/rank<k>.ring`. rows, intervals: filled as the run goes."""
-
-    policy: str
-    repeat: int
-    folder: Path
-    rows: list[Row] = field(default_factory=list)
-    intervals: list[Interval] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Campaign:
-    """A checked command, ready to run."""
-
-    options: Options
-    out: Path
-    model: Path
-    config: DecoderConfig
-    title: str
-    trajectories: tuple[Trajectory, ...]
-    runs: tuple[Run, ...]
-    fingerprint: str
-    held: int
-    """Keeps other runs out of the directory."""
-
-
 def main(command: str, argv: Sequence[str]) -> int:
     """Run `turnstile rollout` or `turnstile compare`; 0, or 1 when turns ended early. Raises TurnstileError."""
     options = parse(command, argv)
     os.umask(0o077)  # what a run leaves is its user's
-    source = trace.read(options.trace)
+    source = read_trace(options.trace)
     before = signal.getsignal(signal.SIGTERM)
     ours = threading.current_thread() is threading.main_thread()
     if ours:  # SIGTERM is Ctrl-C, also before the loop handles it
@@ -159,7 +137,7 @@ def execute(campaign: Campaign, source: Trace) -> int:
         status = "complete"
     except (KeyboardInterrupt, asyncio.CancelledError):
         status = "interrupted"
-        done, asked = sum(len(run.rows) for run in campaign.runs), trace.counted(campaign.trajectories)[0]
+        done, asked = sum(len(run.rows) for run in campaign.runs), counted(campaign.trajectories)[0]
         raise KeyboardInterrupt(
             f"interrupted: {done} of {asked * len(campaign.runs)} turns are done and kept in {out}"
         ) from None
@@ -358,7 +336,7 @@ async def _replay_run(engine: Any, campaign: Campaign, run: Run, watch: Watch, p
         return
     since = max((row.finished_ns for row in run.rows), default=0)
     label = run.policy if options.repeat == 1 else f"{run.policy}, repeat {run.repeat + 1}"
-    progress.begin(label, trace.counted(campaign.trajectories)[0] - len(run.rows))
+    progress.begin(label, counted(campaign.trajectories)[0] - len(run.rows))
 
     def done(row: Row) -> None:
         row = resume.later(row, since)
@@ -390,7 +368,7 @@ def _events(campaign: Campaign) -> int:
     At worst every output token has a D iteration of its own and every request an epoch; a forward has at most six
     collectives a layer, of three events each, and a round a dozen events of its own.
     """
-    requests, _, outputs = trace.counted(campaign.trajectories)
+    requests, _, outputs = counted(campaign.trajectories)
     new = sum(turn.new_tokens for each in campaign.trajectories for turn in each.turns)
     layers, epochs = campaign.config.layers, requests + new // campaign.options.prefill_tokens
     forward = 3 * (6 * layers + 2) + 15
@@ -402,7 +380,7 @@ async def _warm_up(engine: Any, campaign: Campaign) -> None:
     """One short turn on each replica, unrecorded."""
     some = replace(Shape(), turns=1).apply(campaign.trajectories[: campaign.options.world.adp])
     short = [
-        replace(each, turns=(trace.Turn(min(each.turns[0].new_tokens, WARM_UP_TOKENS), WARM_UP_TOKENS),))
+        replace(each, turns=(Turn(min(each.turns[0].new_tokens, WARM_UP_TOKENS), WARM_UP_TOKENS),))
         for each in some
     ]
     await replay(engine, short, policy="warm-up", vocabulary=campaign.config.vocab_size, done=lambda _: None)

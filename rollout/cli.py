@@ -94,7 +94,7 @@ def _run(argv: list[str]) -> int:
         )
     if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("RANK", "0") != "0":
         # torchrun runs the same command in every process; its first one is the launcher, the others are ranks.
-        from rollout.worker import join_world
+        from rollout.ranks.worker import join_world
 
         return join_world()
     module, _, function = command.main.partition(":")

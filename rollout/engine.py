@@ -27,21 +27,22 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import World
 from models.native import build as kernels
-from rollout import exchange, gpus, host_memory, last_words, memory, stall, wire
+from rollout import stall
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
-from rollout.hosts import HostsLauncher
-from rollout.launcher import Launcher
-from rollout.pulse import RANK_TIMEOUT_S
+from rollout.ranks import exchange, gpus, host_memory, last_words, memory, wire
+from rollout.ranks.hosts import HostsLauncher
+from rollout.ranks.launcher import Launcher
+from rollout.ranks.pulse import RANK_TIMEOUT_S
+from rollout.ranks.torchrun import Place, place
+from rollout.ranks.wire import failure
 from rollout.stall import STALL_TIMEOUT_S, Stall
-from rollout.torchrun import Place, place
 from rollout.turns import Completion, Generation, Session, TokenOutput
-from rollout.wire import failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 WHERE_S: Final = 1.0
 """For ranks of a stalled run to say where they wait; those whose loop is held do not."""
@@ -52,7 +53,7 @@ __all__ = ["Completion", "Engine", "Generation", "Session", "TokenOutput", "spec
 
 
 class Engine:
-    """A model served by `world.size` rank processes on this host, or on several under torchrun (`rollout.hosts`).
+    """A model served by `world.size` rank processes on this host, or on several under torchrun (`rollout.ranks.hosts`).
 
     model: a Hugging Face checkpoint directory. policy: a spec as in `--policy`. device: `cpu`, `cuda`, or everything
     that can be said about it; dtype, compiled: those of its options. out: run directory for the record, or None.

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kernel.errors import TurnstileError, UsageError
 from kernel.request import SamplingParams
-from rollout.trace_shape import new_tokens
+from rollout.trace.shape import new_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from rollout.trace import Trajectory, Turn
+    from rollout.trace.trajectory import Trajectory, Turn
 
 
 class Completion(Protocol):

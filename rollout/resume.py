@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel import files
 from kernel.errors import UsageError
 from rollout.replay import read_rows
-from rollout.report_files import write
+from rollout.report.files import write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rollout.replay import Row
-    from rollout.trace import Trajectory, Turn
+    from rollout.trace.trajectory import Trajectory, Turn
 
 LARGEST: Final = 16 << 20
 """Bytes of a run.json."""

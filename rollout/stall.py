@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kernel.record import Event
-    from rollout.pulse import Pulse
+    from rollout.ranks.pulse import Pulse
     from verify.blame import Verdict
 
 STALL_TIMEOUT_S: Final = 120.0

@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from kernel.errors import HangFound
-from rollout import report_files
-from rollout.nursery import search_path
+from rollout.ranks.nursery import search_path
+from rollout.report import files as report_files
 
 if TYPE_CHECKING:
     from pathlib import Path

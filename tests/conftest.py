@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rollout.nursery import Nursery
+from rollout.ranks.nursery import Nursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kernel.topology import World
 from rollout.engine import Engine
-from rollout.torchrun import place
-from rollout.worker import join_world
+from rollout.ranks.torchrun import place
+from rollout.ranks.worker import join_world
 from tests.engines import trajectories
 
 

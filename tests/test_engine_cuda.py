@@ -23,10 +23,10 @@ from kernel.request import Phase, Row, SamplingParams  # noqa: E402
 from kernel.sched.policy import Limits  # noqa: E402
 from kernel.topology import World  # noqa: E402
 from models.tiny import write_checkpoint  # noqa: E402
-from rollout import cuda_rank  # noqa: E402
 from rollout.device import DeviceOptions  # noqa: E402
 from rollout.engine import Engine  # noqa: E402
-from rollout.links import Communicators  # noqa: E402
+from rollout.ranks import cuda_rank  # noqa: E402
+from rollout.ranks.links import Communicators  # noqa: E402
 from rollout.replay import read_rows  # noqa: E402
 from tests.commands import rollout  # noqa: E402
 from tests.engines import trajectories  # noqa: E402
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 REFERENCE = DeviceOptions("cuda", dtype="float32", attention="reference")
@@ -187,8 +187,8 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_rank_s_link_leaves_its_kernels_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from kernel.comm import nccl
     from kernel.comm.shared import Arena
-    from rollout.links import connect
-    from rollout.torchrun import serve_store
+    from rollout.ranks.links import connect
+    from rollout.ranks.torchrun import serve_store
 
     log: list[Any] = []
 
@@ -229,7 +229,7 @@ async def test_a_rank_s_link_leaves_its_kernels_to_the_device(monkeypatch: pytes
 async def test_a_lone_rank_needs_no_nccl() -> None:
     from kernel.comm.shared import Arena
     from kernel.topology import Role
-    from rollout.links import connect
+    from rollout.ranks.links import connect
 
     arena = Arena.create(World())
     link = await connect({**configuration(), "arena": arena.fd, "nccl": None}, World(), 0)

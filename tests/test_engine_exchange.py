@@ -21,7 +21,7 @@ from tests.engines import TOLERANCE, Oracle, trajectories
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 SPLIT = [
     World(2, 2, 2, exchange="split"),

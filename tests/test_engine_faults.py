@@ -16,7 +16,7 @@ from rollout.engine import Engine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 WORLD = World(2, 1, 1)
 

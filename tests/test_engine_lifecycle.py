@@ -22,7 +22,7 @@ from tests.engines import Oracle
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 
@@ -164,7 +164,7 @@ async def test_draws_and_their_logprobs_are_those_of_the_oracle_s_distribution(
 
 
 async def test_a_cancelled_start_leaves_the_nursery_in_order(checkpoint: Path) -> None:
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
     with Nursery() as fresh:
         with pytest.raises(TimeoutError):

@@ -15,7 +15,7 @@ from tests.engines import Oracle, trajectories
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 WORLDS = [
     World(1),

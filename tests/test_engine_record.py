@@ -15,7 +15,7 @@ from rollout.engine import Engine
 from tests.engines import trajectories
 
 if TYPE_CHECKING:
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 POLICIES = ["normal", "global_complete", "global_enqueue", "fine", "fine:span=2", "adaptive"]
 WORLD = World(4, 2, 4)

@@ -18,8 +18,12 @@ from kernel.errors import UsageError
 from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
-from rollout import fingerprint, nursery, replay, report_files, resume, trace
+from rollout import fingerprint, replay, resume
 from rollout.engine import Engine
+from rollout.ranks import nursery
+from rollout.report import files as report_files
+from rollout.trace import read as trace
+from rollout.trace.trajectory import Trajectory, Turn
 from tests.commands import until
 from tests.test_faults_cli import lines, rollout, rows
 
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 ROW: dict[str, Any] = {
     "policy": "fine", "repeat": 0, "trajectory": "a", "turn": 0, "request": 1, "prompt_tokens": 3, "new_tokens": 3,
@@ -142,7 +146,7 @@ def test_a_line_that_is_no_row_is_named(line: Callable[[], bytes], tmp_path: Pat
 @pytest.mark.parametrize("fields", [{"new_tokens": 4}, {"asked_tokens": 1, "output_tokens": 1}, {"tokens": [7, 99]}])
 def test_a_row_of_another_run_is_named(fields: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    trajectories = [trace.Trajectory("a", (trace.Turn(3, 2),))]
+    trajectories = [Trajectory("a", (Turn(3, 2),))]
     path.write_bytes(change()() + b"\n")
     assert list(resume.kept(path, replay.read_rows(path), trajectories, 99)) == [("fine", 0)]
     path.write_bytes(change(turn=7)() + b"\n" + change(**fields)() + b"\n")

@@ -19,7 +19,10 @@ from kernel import files
 from kernel.errors import UsageError
 from kernel.sched import registry
 from models.config import read_config
-from rollout import cli, faults, host_memory, report_files, resume, trace
+from rollout import cli, resume
+from rollout.ranks import faults, host_memory
+from rollout.report import files as report_files
+from rollout.trace import read as trace
 from tests.users import Repository
 
 if TYPE_CHECKING:

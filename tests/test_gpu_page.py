@@ -26,7 +26,7 @@ BF16 = DeviceOptions("cuda").resolved(CONFIG)
 
 def test_a_decode_iteration_moves_each_weight_once_and_each_row_s_kv() -> None:
     from kernel.topology import World
-    from rollout.memory import weight_bytes
+    from rollout.ranks.memory import weight_bytes
 
     whole = weight_bytes(CONFIG, World(), BF16) - CONFIG.vocab_size * CONFIG.hidden_size * 2
     many = limits.decode_bytes(CONFIG, BF16, 10_000, 0)

@@ -12,7 +12,7 @@ import pytest
 ROUNDS, BLOCKS, BYTES = 20, 8, 4 << 20
 PROGRAM = f"""
 import resource, sys, threading
-from rollout import heap
+from rollout.ranks import heap
 if sys.argv[1] == "kept":
     assert heap.keep_pages()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rollout.heart import Heart
-from rollout.pulse import AWAY_S, Pulse
+from rollout.ranks.heart import Heart
+from rollout.ranks.pulse import AWAY_S, Pulse
 
 
 async def test_beats_inside_an_absence_ask_for_patience() -> None:

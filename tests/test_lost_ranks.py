@@ -19,14 +19,14 @@ from kernel.errors import HangFound, RankLost, UsageError
 from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
-from rollout import last_words
 from rollout.engine import Engine
-from rollout.launcher import Launcher
-from rollout.pulse import Pulse
+from rollout.ranks import last_words
+from rollout.ranks.launcher import Launcher
+from rollout.ranks.pulse import Pulse
 from rollout.stall import Stall, Stalled
 
 if TYPE_CHECKING:
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 TIMEOUT_S = 3.0
 """For a rank to answer: of the tests, not the default. Nothing here asserts how long anything took."""

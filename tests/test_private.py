@@ -13,13 +13,14 @@ import pytest
 
 from kernel.errors import UsageError
 from kernel.topology import World
-from rollout import campaign, cli, report_files
+from rollout import campaign, cli
+from rollout.report import files as report_files
 from tests.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 for needed in ("torch", "uvloop", "numpy", "safetensors", "matplotlib"):
     pytest.importorskip(needed)
@@ -117,7 +118,7 @@ def listening(pids: list[int]) -> dict[str, int]:
 async def test_a_world_of_one_host_listens_on_nothing(tmp_path: Path, nursery: Nursery) -> None:
     from models.tiny import write_checkpoint
     from rollout.engine import Engine
-    from rollout.launcher import Launcher
+    from rollout.ranks.launcher import Launcher
 
     write_checkpoint(tmp_path / "model")
     before, shared = set(listening([os.getpid()])), set(os.listdir("/dev/shm"))
@@ -130,7 +131,7 @@ async def test_a_world_of_one_host_listens_on_nothing(tmp_path: Path, nursery: N
 
 
 def test_the_store_of_a_host_listens_on_loopback() -> None:
-    from rollout.torchrun import serve_store, store_at
+    from rollout.ranks.torchrun import serve_store, store_at
 
     before = set(listening([os.getpid()]))
     store, where = serve_store()

@@ -293,7 +293,7 @@ def test_demo_has_its_defaults_and_explicit_flags_win() -> None:
 
 
 def test_demo_is_a_slice_of_at_least_16_conversations_within_300_decode_iterations() -> None:
-    from rollout.trace import read
+    from rollout.trace.read import read
 
     shaped = parse("compare", ["--demo"]).shape.apply(read("paper").trajectories)
     assert len(shaped) >= 16
@@ -404,8 +404,9 @@ def test_interrupted_it_keeps_what_is_done(tmp_path: Path, number: signal.Signal
 
 def len_of_slice() -> int:
     """Turns of one policy in SLOW's slice."""
-    from rollout.trace import counted, read
-    from rollout.trace_shape import Shape
+    from rollout.trace.read import read
+    from rollout.trace.shape import Shape
+    from rollout.trace.trajectory import counted
 
     return counted(Shape(fraction=0.1).apply(read("paper").trajectories))[0]
 

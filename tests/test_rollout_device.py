@@ -15,10 +15,11 @@ from kernel.request import Phase
 from kernel.sched.policy import Limits
 from kernel.topology import World
 from models.config import parse_config
-from rollout import cli, faults, gpus, last_words, memory
+from rollout import cli
 from rollout.args import parse
 from rollout.device import DeviceOptions, used_buckets
-from rollout.quiet import GRAIN, Quiet, Reading
+from rollout.ranks import faults, gpus, last_words, memory
+from rollout.ranks.quiet import GRAIN, Quiet, Reading
 
 if TYPE_CHECKING:
     from pathlib import Path

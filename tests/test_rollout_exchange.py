@@ -9,8 +9,8 @@ import pytest
 
 from kernel.errors import UsageError
 from kernel.topology import World
-from rollout import exchange
 from rollout.device import DeviceOptions
+from rollout.ranks import exchange
 
 WORLD = World(2, 2, 2)
 

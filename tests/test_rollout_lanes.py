@@ -13,7 +13,7 @@ from kernel.journal import Journal
 from kernel.record import Recorder, read
 from kernel.request import Phase
 from kernel.sched.policy import Plan
-from rollout.lanes import common, from_records, measure, merged, overlap_ratio, window
+from rollout.report.lanes import common, from_records, measure, merged, overlap_ratio, window
 from verify.intervals import Interval, intervals
 
 if TYPE_CHECKING:

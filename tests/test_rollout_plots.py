@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rollout import plots
+from rollout.report import plots
 from verify.intervals import Interval
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def test_nothing_recorded_is_no_picture() -> None:
 
 def test_matplotlib_loads_only_when_a_figure_is_drawn() -> None:
     code = (
-        "import sys, rollout.plots, rollout.campaign; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
+        "import sys, rollout.report.plots, rollout.campaign;"
+        " sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kernel.record import read_run
-from rollout.lanes import common
 from rollout.replay import read_rows
+from rollout.report.lanes import common
 from verify.intervals import intervals
 
 for needed in ("torch", "uvloop", "numpy", "safetensors", "matplotlib"):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kernel.errors import RankLost, UsageError
 from rollout.replay import Row, Sink, read_rows, replay
-from rollout.trace import Trajectory, Turn
-from rollout.trace_shape import new_tokens
+from rollout.trace.shape import new_tokens
+from rollout.trace.trajectory import Trajectory, Turn
 from tests.fake_engine import VOCABULARY, FakeEngine, continuation, run_virtual
 
 if TYPE_CHECKING:

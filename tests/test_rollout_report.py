@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import report
 from rollout.replay import Row
-from rollout.report_metrics import combine, measure, percentile, spread
+from rollout.report import tables as report
+from rollout.report.metrics import combine, measure, percentile, spread
 
 MS = 1_000_000
 
@@ -46,7 +46,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Row], dict[str, int]]:
 
 
 def recomputed(rows: list[Row], asked: dict[str, int]) -> dict[str, Any]:
-    """The definitions of rollout.report_metrics, computed another way."""
+    """The definitions of rollout.report.metrics, computed another way."""
     good = [row for row in rows if row.output_tokens == row.asked_tokens]
     first = np.array([row.token_ns[0] - row.submitted_ns for row in good]) / 1e6
     whole = np.array([row.token_ns[-1] - row.submitted_ns for row in good]) / 1e6

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.errors import UsageError
-from rollout.trace import Trajectory, Turn, read
-from rollout.trace_shape import Shape, new_tokens
+from rollout.trace.read import read
+from rollout.trace.shape import Shape, new_tokens
+from rollout.trace.trajectory import Trajectory, Turn
 
 turns = st.builds(Turn, st.integers(1, 5000), st.integers(1, 3000), st.floats(0, 1e5))
 traces = st.lists(st.lists(turns, min_size=1, max_size=6).map(tuple), min_size=1, max_size=12).map(

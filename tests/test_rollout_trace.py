@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import rollout
 from kernel.errors import UsageError
-from rollout.trace import Trajectory, Turn, counted, read
+from rollout.trace.read import read
+from rollout.trace.trajectory import Trajectory, Turn, counted
 
 PAPER = Path(rollout.__file__).parent / "data" / "paper_replay_1265.jsonl"
 SAMPLE = Path(__file__).parent / "data" / "mooncake_sample.jsonl"

@@ -10,7 +10,7 @@ from bench.soak import Sample, slope, soak
 from kernel.topology import World
 
 if TYPE_CHECKING:
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 GROWTH_MIB = 24.0
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.replica import Output
-from rollout import wire
+from rollout.ranks import wire
 
 OUTPUTS = st.builds(
     Output,

@@ -14,13 +14,13 @@ from kernel.errors import PolicyError, RankLost
 from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
-from rollout import wire, words
 from rollout.engine import Engine
+from rollout.ranks import wire, words
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rollout.nursery import Nursery
+    from rollout.ranks.nursery import Nursery
 
 FAILED = {"failed": "PolicyError", "message": "rank 0: policy p failed"}
 POLICY = """

@@ -30,11 +30,14 @@ from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import CUTS, GATHERS, World
 from models.config import read_config
-from rollout import gpus, report_files, report_metrics, trace
 from rollout.device import ATTENTIONS, DEVICES, QUANTIZATIONS, WEIGHTS, DeviceOptions
+from rollout.ranks import gpus
 from rollout.replay import replay
-from rollout.trace import Trajectory, Turn
-from rollout.trace_shape import Shape
+from rollout.report import files as report_files
+from rollout.report import metrics as report_metrics
+from rollout.trace import read as trace
+from rollout.trace.shape import Shape
+from rollout.trace.trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

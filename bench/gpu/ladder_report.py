@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from bench.gpu.cells import BEST, DECODE, TRACE, best_span
-from rollout.report_metrics import combine
+from rollout.report.metrics import combine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

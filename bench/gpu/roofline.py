@@ -25,8 +25,9 @@ from kernel.errors import TurnstileError
 from kernel.record import Kind, read, ring_path
 from kernel.request import Phase, SamplingParams
 from kernel.topology import World
-from rollout import gpus, report_files
 from rollout.device import QUANTIZATIONS, WEIGHTS, DeviceOptions
+from rollout.ranks import gpus
+from rollout.report import files as report_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

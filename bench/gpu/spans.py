@@ -6,15 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from kernel.record import Kind
-from rollout import lanes
-from rollout.lanes import common, merged
+from rollout.report import lanes
+from rollout.report.lanes import common, merged
 from verify.intervals import DECODE, PERMIT, Interval, intervals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kernel.record import Recording
-    from rollout.report_metrics import Metrics
+    from rollout.report.metrics import Metrics
 
 
 def enqueue_ms(recording: Recording) -> list[float]:
@@ -30,7 +30,7 @@ def enqueue_ms(recording: Recording) -> list[float]:
 
 
 def measure(recordings: Mapping[int, Recording], makespan_s: float) -> Metrics:
-    """Waits and overlap as `rollout.lanes` has them, their totals, and the phases' share of the makespan.
+    """Waits and overlap as `rollout.report.lanes` has them, their totals, and the phases' share of the makespan.
 
     Totals are milliseconds, averaged over the ranks. p_device_share is the paper's headroom h where the policy is
     `normal`: the most of the makespan that hiding P can win. overlap_ms: P's device work beside D's.

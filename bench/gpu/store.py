@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.cells import Cell
 from kernel.errors import UsageError
-from rollout.report_files import write_json
+from rollout.report.files import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One rank's process, forked by `rollout.nursery`, or started by torchrun as `python -m rollout.worker join`.
+"""One rank's process, forked by `nursery`, or started by torchrun as `python -m rollout.ranks.worker join`.
 
 It reads its configuration from the control socket, attaches to the world, loads its shards, and runs `kernel.rank.Rank`
 on uvloop until told to stop. When the socket closes, the launcher is gone and the rank ends too.
@@ -27,15 +27,15 @@ from kernel.request import Phase
 from kernel.sched import hooks, registry
 from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
-from rollout import exchange, faults, heap, standing, wire, words
-from rollout.heart import Heart
+from rollout.ranks import exchange, faults, heap, standing, wire, words
+from rollout.ranks.heart import Heart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from kernel.ports import Device, ExpertExchange, Model
     from kernel.replica import Output
-    from rollout.links import Link
+    from rollout.ranks.links import Link
 
 
 GRACE_S: Final = 2.0
@@ -131,12 +131,12 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     import torch
 
     from kernel.cache import KVCache
-    from rollout.links import connect
+    from rollout.ranks.links import connect
 
     rank, world = config["rank"], World(**config["world"])
     cuda = config["device"]["device"] == "cuda"
     if cuda:
-        from rollout import cuda_rank
+        from rollout.ranks import cuda_rank
 
         config["gpu"] = cuda_rank.choose(rank if "arena" in config else None)
     link = await connect(config, world, rank)
@@ -303,11 +303,11 @@ def run_loop(how: str) -> int:
 
 async def _connected(how: str) -> int:
     if how == "join":
-        from rollout.torchrun import join, place
+        from rollout.ranks.torchrun import join, place
 
         here = place()
         if here is None:
-            raise UsageError("`rollout.worker join` is for torchrun, which did not start this process")
+            raise UsageError("`rollout.ranks.worker join` is for torchrun, which did not start this process")
         return await serve(*await join(here))
     return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=int(how))))
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import RankLost
-from rollout import wire
+from rollout.ranks import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from kernel.errors import UsageError
-from rollout.torchrun import place
+from rollout.ranks.torchrun import place
 
 DRIVER: Final = "libcuda.so.1"
 NO_DEVICE: Final = 100

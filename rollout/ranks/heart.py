@@ -1,7 +1,7 @@
 """A rank's heart: what it says of itself every fraction of a second, so that its launcher knows that it lives.
 
 A beat is a message of the rank's event loop, so a process that was stopped, a loop that a policy holds, and a host that
-cannot be reached are silent alike. It says how far the rank has come and where it stands (`rollout.pulse` listens).
+cannot be reached are silent alike. It says how far the rank has come and where it stands (`pulse` listens).
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Final
 
-from rollout.report_metrics import STATISTICS
+from rollout.report.metrics import STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from rollout.report_metrics import Metrics
+    from rollout.report.metrics import Metrics
 
 WIDTH: Final = 66
 CAPTION: Final = (

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.errors import UsageError
 from kernel.record import read_run
-from rollout import lanes, plots, report, report_files, report_metrics
 from rollout.args import COMPARE
+from rollout.report import files as report_files
+from rollout.report import lanes, plots
+from rollout.report import metrics as report_metrics
+from rollout.report import tables as report
 from verify.intervals import intervals
 
 if TYPE_CHECKING:
-    from rollout.campaign import Campaign, Run
-    from rollout.report_metrics import Metrics
+    from rollout.report.metrics import Metrics
+    from rollout.runs import Campaign, Run
 
 
 def measure(campaign: Campaign, *, records: bool) -> dict[str, Any]:

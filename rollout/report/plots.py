@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any, Final
 
-from rollout.lanes import window
+from rollout.report.lanes import window
 from verify.intervals import DECODE, PERMIT
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rollout.lanes import Span
+    from rollout.report.lanes import Span
     from verify.intervals import Interval
 
 # Okabe and Ito's colours, told apart by colour-blind readers; dashes tell them apart in print.
@@ -85,7 +85,7 @@ def completion(policies: Mapping[str, tuple[Sequence[float], Sequence[float]]], 
 def lanes(intervals: Sequence[Interval], policy: str, title: str, span: Span | None = None) -> bytes | None:
     """PNG with one lane a rank: its D iterations above its P segments, and what each waits for.
 
-    span: the stretch to show, in ns; by default `rollout.lanes.window`. None when no work was recorded.
+    span: the stretch to show, in ns; by default `rollout.report.lanes.window`. None when no work was recorded.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

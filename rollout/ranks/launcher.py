@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernel.comm.shared import Arena
-from rollout import standing, wire, words
-from rollout.nursery import Child, Nursery
-from rollout.pulse import AWAY_S, Pulse
-from rollout.words import Words
+from rollout.ranks import standing, wire, words
+from rollout.ranks.nursery import Child, Nursery
+from rollout.ranks.pulse import AWAY_S, Pulse
+from rollout.ranks.words import Words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -70,7 +70,7 @@ class Launcher:
         """A store through which NCCL's communicators find each other; a lone rank needs none."""
         where = None
         if self.world.size > 1:
-            from rollout.torchrun import serve_store
+            from rollout.ranks.torchrun import serve_store
 
             self._store, where = await asyncio.to_thread(serve_store)
         self._config = {**self._config, "nccl": where}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
 from models import kv_bytes_per_token
-from rollout.memory import gib
+from rollout.ranks.memory import gib
 
 if TYPE_CHECKING:
     from kernel.topology import World

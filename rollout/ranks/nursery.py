@@ -76,7 +76,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.nursery", str(theirs.fileno())],
+                [sys.executable, "-m", "rollout.ranks.nursery", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(threads)},
@@ -225,7 +225,7 @@ def _fork(control: socket.socket, children: dict[int, socket.socket], ours: tupl
 
 def _be_rank(wanted: Sequence[int], received: Sequence[int]) -> None:
     """Move descriptors to the numbers that the arena knows them by, and run the rank. Never returns."""
-    from rollout.worker import run_loop
+    from rollout.ranks.worker import run_loop
 
     code = 1
     try:
@@ -270,8 +270,8 @@ def main() -> None:
     import torch  # noqa: F401
     import uvloop  # noqa: F401
 
-    import rollout.links
-    import rollout.worker  # noqa: F401
+    import rollout.ranks.links
+    import rollout.ranks.worker  # noqa: F401
 
     _serve(control)
 

@@ -1,6 +1,6 @@
 """The launcher's ear: a rank that has said nothing for too long is taken for lost, whatever keeps it from speaking.
 
-Ranks beat by themselves (`rollout.heart`). Nothing is concluded from a time in which the launcher itself did not run.
+Ranks beat by themselves (`heart`). Nothing is concluded from a time in which the launcher itself did not run.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from kernel.comm.tcp_link import keep_alive
 from kernel.errors import RankLost, UsageError
-from rollout import wire, words
-from rollout.nursery import search_path
-from rollout.pulse import AWAY_S, Pulse
-from rollout.torchrun import Place, store_at
-from rollout.wire import failure
-from rollout.words import Words
+from rollout.ranks import wire, words
+from rollout.ranks.nursery import search_path
+from rollout.ranks.pulse import AWAY_S, Pulse
+from rollout.ranks.torchrun import Place, store_at
+from rollout.ranks.wire import failure
+from rollout.ranks.words import Words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ _GRACE_S = 10.0
 
 
 class HostsLauncher:
-    """The launcher's side, in torchrun's process of rank 0. The interface is that of `rollout.launcher.Launcher`."""
+    """The launcher's side, in torchrun's process of rank 0. The interface is that of `launcher.Launcher`."""
 
     def __init__(self, world: World, config: dict[str, Any], here: Place) -> None:
         if world.size != here.size:
@@ -63,7 +63,7 @@ class HostsLauncher:
         self._own = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "rollout.worker",
+            "rollout.ranks.worker",
             "join",
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(self._config["threads"])},

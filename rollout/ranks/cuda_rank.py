@@ -15,10 +15,10 @@ from kernel.errors import UsageError
 from kernel.phase import own
 from kernel.request import Phase
 from kernel.step import Step
-from rollout import exchange, faults
 from rollout.device import used_buckets
-from rollout.memory import activation_bytes
-from rollout.quiet import Quiet, reading
+from rollout.ranks import exchange, faults
+from rollout.ranks.memory import activation_bytes
+from rollout.ranks.quiet import Quiet, reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kernel.ports import Device, Model
     from kernel.sched.policy import Limits
     from kernel.topology import World
-    from rollout.links import Link
+    from rollout.ranks.links import Link
 
 MIB: Final = 1 << 20
 SPARE: Final = 512 * MIB
@@ -43,7 +43,7 @@ def choose(rank: int | None) -> int:
     """
     import torch
 
-    from rollout.torchrun import place
+    from rollout.ranks.torchrun import place
 
     here = place()
     index = rank if rank is not None else here.local if here is not None else 0

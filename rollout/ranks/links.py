@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
 from kernel.request import Phase
-from rollout.exchange import refuse, sms
+from rollout.ranks.exchange import refuse, sms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -211,7 +211,7 @@ class Nccl(Communicators):
         import torch.distributed
 
         from kernel.comm.nccl import NcclWorld
-        from rollout.torchrun import store_at
+        from rollout.ranks.torchrun import store_at
 
         dist: Any = torch.distributed
         self._rank, self._gpu, self._options = rank, config["gpu"], config["device"]
@@ -280,7 +280,7 @@ async def connect(config: dict[str, Any], world: World, rank: int) -> Link:
 async def _meet(config: dict[str, Any], world: World, rank: int) -> Rendezvous:
     """A rendezvous of ranks on several hosts, at the addresses in `config`."""
     from kernel.comm.tcp_rendezvous import TcpRendezvous
-    from rollout.torchrun import store_at
+    from rollout.ranks.torchrun import store_at
 
     store = store_at(config["store"])
     # Every rank finds rank 0's port in the store; the call waits for it, so it must not hold the loop.
@@ -301,7 +301,7 @@ async def _join_gloo(config: dict[str, Any], world: World, rank: int) -> None:
 
     import torch.distributed as dist
 
-    from rollout.torchrun import interface, store_at
+    from rollout.ranks.torchrun import interface, store_at
 
     # Else gloo listens where this host's name leads to. A choice that was made for it stands.
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(config["address"])) is not None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from rollout.trace import Trajectory, Turn
+from rollout.trace.trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.trace import Line
+    from rollout.trace.trajectory import Line
 
 BLOCK: Final = 512
 """Tokens of one hashed block."""

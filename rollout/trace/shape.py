@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernel.errors import UsageError
-from rollout.trace import Trajectory, Turn, counted
+from rollout.trace.trajectory import Trajectory, Turn, counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.trace import Trace
+    from rollout.trace.trajectory import Trace
 
 
 @dataclass(frozen=True, slots=True)

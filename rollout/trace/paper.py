@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.trace import Trajectory, Turn
+from rollout.trace.trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.trace import Line
+    from rollout.trace.trajectory import Line
 
 
 def trajectories(lines: Sequence[Line]) -> tuple[Trajectory, ...]:

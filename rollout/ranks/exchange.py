@@ -12,13 +12,13 @@ from kernel.exchange import deep_ep
 from kernel.exchange.choose import NEEDS, Choice, Situation, choose, world_refuses
 from kernel.exchange.shape import Shape, agree
 from kernel.sched.policy import Limits
-from rollout.torchrun import place
+from rollout.ranks.torchrun import place
 
 if TYPE_CHECKING:
     from kernel.ports import ExpertExchange
     from kernel.topology import World
     from rollout.device import DeviceOptions
-    from rollout.links import Link
+    from rollout.ranks.links import Link
 
 
 def resolve(

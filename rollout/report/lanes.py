@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from rollout.report_metrics import Metrics, spread
+from rollout.report.metrics import Metrics, spread
 from verify.intervals import DECODE, PERMIT, Interval, intervals
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Traces of trajectories: formats, and cutting one to a machine's size."""
