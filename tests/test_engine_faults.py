@@ -12,6 +12,9 @@ from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.engine import Engine
+from verify.blame import Class
+from verify.hang.diagnosis import diagnose_found
+from verify.readers.record import READER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -193,6 +196,14 @@ POLICIES = """
         def decode_now(self, now):
             sum(itertools.repeat(0))
 
+    class OneDies(Fine):
+        name = "one_dies"
+
+        async def turn(self, gate):
+            if gate._rank.rank == 1 and gate.plan.round > 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            await super().turn(gate)
+
     class Dies(Fine):
         name = "dies"
 
@@ -285,6 +296,18 @@ async def test_a_killed_rank_s_record_says_what_it_was_doing(
     with pytest.raises(RankLost, match=says):
         async with Engine(checkpoint, WORLD, policy=policy, out=tmp_path, nursery=nursery) as engine:
             await engine.generate([3] * 40, SamplingParams(max_tokens=30))
+
+
+async def test_a_killed_rank_is_the_one_that_its_run_s_record_blames(
+    checkpoint: Path, tmp_path: Path, nursery: Nursery
+) -> None:
+    policy = f"{checkpoint / 'policies.py'}:OneDies"
+    with pytest.raises(RankLost, match="rank 1 was killed by signal 9"):
+        async with Engine(checkpoint, WORLD, policy=policy, out=tmp_path, nursery=nursery) as engine:
+            await engine.generate([3] * 40, SamplingParams(max_tokens=30, ignore_eos=True))
+    verdict = diagnose_found(READER.read(tmp_path)).verdict
+    assert (verdict.cls, verdict.ranks) == (Class.EXCEPTION, (1,))
+    assert "SIGKILL, as rank 0 was told" in verdict.say
 
 
 async def test_requests_that_cannot_be_served_are_refused_and_the_rest_goes_on(

@@ -33,6 +33,8 @@ GONE = (
     " log (dmesg) for the OOM killer."
 )
 """What to do about a rank that left without a word."""
+KILLED = ("SIG", "exit code ")
+"""How the endings begin that others tell of a process."""
 LATE = (
     "Look at what that rank does: if it is only slow, wait, or let the others wait longer; if it never comes, let every"
     " member make the call, with nothing to contribute if need be."
@@ -70,7 +72,8 @@ def fix(cls: str, hosts: Iterable[Host]) -> str:
     """What to do about a verdict of a class on these hosts."""
     left = [host.event for host in hosts if host.event is not None and host.event.kind is Kind.EXIT]
     # How they left is a conclusion: nobody has seen them return, or raise.
-    return GONE if any(event.confidence is Confidence.INFERRED for event in left) else FIXES[cls]
+    unseen = any(event.confidence is Confidence.INFERRED or event.operation.startswith(KILLED) for event in left)
+    return GONE if unseen else FIXES[cls]
 
 
 GUESSED = {"? store": "a key of the store", "? device": "its device", "? collective": "a collective"}

@@ -18,6 +18,7 @@ from verify.hang.idling import By, idles, sleeps
 from verify.hang.stacks import At, places_of
 from verify.live.outside import WHO, beyond
 from verify.matching import Standing
+from verify.readers.told import NO_ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,6 +129,8 @@ def _unless(case: Case, rank: int, seen: Mapping[int, Moves]) -> str:
         if apart is not None:
             return apart.unless.replace(WHO, f"rank {rank}")
     what = next((h.event.operation for h in case.hosts(Standing.OUTSIDE) if h.rank == rank and h.event is not None), "")
+    if NO_ANSWER in what:
+        return ""  # its run has given up on it
     lasts = f"rank {rank} does not come out of {what or 'what it is in'}"
     if STOPPED in what:
         return f"nobody lets rank {rank} go on (kill -CONT, or the debugger)"

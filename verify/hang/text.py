@@ -1,8 +1,8 @@
 """A diagnosis as people read it: the verdict, the chain, the lanes as in a train timetable, the fix, what is unknown.
 
 At most 25 lines. In the timetable each column is one operation and each row the ranks that stand alike in it: `done`,
-`waits`, `not called`, `no evidence`, or nothing where the rank is no member. Rows that are blamed, or in the cycle, are
-marked.
+`waits`, `not called`, `left`, `no evidence`, or nothing where the rank is no member. Rows that are blamed, or in the
+cycle, are marked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from verify import words
 from verify.blame import Certainty, Class
 from verify.hang.stacks import source_line
-from verify.matching import RECENT
+from verify.matching import RECENT, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -96,7 +96,9 @@ def timetable(diagnosis: Diagnosis) -> list[str]:
     everybody = sorted({seat[0] for meeting in columns for seat in meeting.seats})
     unsure = diagnosis.situation.unsure
     lost = {name: {rank for rank, group in unsure if group == name} for name in {each.key[0].name for each in columns}}
-    cells = [_cells(meeting, diagnosis.dark | lost[meeting.key[0].name]) for meeting in columns]
+    left = (Standing.EXITED, Standing.RAISED)
+    gone = {host.rank for host in diagnosis.situation.hosts if host.standing in left and not host.thread}
+    cells = [_cells(meeting, diagnosis.dark | lost[meeting.key[0].name], gone) for meeting in columns]
     standing = {rank: tuple(column.get(rank, "") for column in cells) for rank in everybody}
     for rank in everybody:
         rows.setdefault(standing[rank], []).append(rank)
@@ -165,8 +167,8 @@ def _heading(meeting: Meeting) -> tuple[str, str]:
     return f"{calls[0].name if calls else 'call'} {number + 1}", name or "{" + ",".join(map(str, members)) + "}"
 
 
-def _cells(meeting: Meeting, dark: Collection[int]) -> dict[int, str]:
-    """How each member stands in an operation. dark: ranks whose call there may be lost."""
+def _cells(meeting: Meeting, dark: Collection[int], gone: Collection[int]) -> dict[int, str]:
+    """How each member stands in an operation. dark: ranks whose call there may be lost. gone: those that left."""
     mine: dict[int, list[Seat]] = {}
     for seat in meeting.seats:
         mine.setdefault(seat[0], []).append(seat)
@@ -175,7 +177,7 @@ def _cells(meeting: Meeting, dark: Collection[int]) -> dict[int, str]:
     for rank, seats in mine.items():
         arrived = [meeting.arrived[seat] for seat in seats if seat in meeting.arrived]
         if not arrived or (rank in dark and all(launch.order < 0 for launch, _ in arrived)):
-            cells[rank] = "no evidence" if rank in dark else "not called"
+            cells[rank] = "no evidence" if rank in dark else "left" if rank in gone else "not called"
             continue
         state = "done" if all(launch.done for launch, _ in arrived) else "waits"
         state = "failed" if any(call.failed for _, call in arrived) else state

@@ -15,7 +15,8 @@ from verify.live.process import GONE, boot_id, writer_state
 from verify.live.ring import LiveRing
 from verify.live.threads import See, nothing_hidden, of_processes
 from verify.readers.installed import is_installed
-from verify.readers.record import CONSEQUENCE, of_rings, world_of
+from verify.readers.record import of_rings, world_of
+from verify.readers.told import CONSEQUENCE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,6 +31,7 @@ from verify.events import Kind as What
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
 from verify.readers.killed import LATER, Death, alive, came_after, death
+from verify.readers.told import CONSEQUENCE, of_others, silent
 from verify.runs import has_rings
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ RENDEZVOUS: Final = "rendezvous"
 """The communicator of all ranks' exchanges, as in `verify.order.record`."""
 KEEP: Final = 20_000
 """Finished collectives of a rank that are kept, the newest ones; unfinished ones always are."""
+STILL_NS: Final = 5_000_000_000
+"""A rank that is killed after its job has not moved for so long is killed for that."""
 IDLE: Final = "inbox"
 """What a rank waits for that has nothing to do."""
 _SITE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d{1,9}) (?P<function>.*)", re.DOTALL)
-CONSEQUENCE: Final = "RankLost:"
-"""An exception that tells of another rank's end."""
+_STILL: Final = (Kind.MARK, Kind.EXCEPTION)
+"""Events of a rank that need not have moved."""
 
 
 class RecordReader:
@@ -133,13 +136,16 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
     recordings = {rank: ring.recording for rank, ring in rings.items()}
     everybody = set(world_of(recordings.values()))
     later = came_after({rank: ring.death for rank, ring in rings.items()}, everybody)
+    told, remarks = of_others(rings, STILL_NS)
+    unknown += [f"{source}: {line}" for line in remarks]
+    events += [event for rank, event in told.items() if rank not in rings]
     for rank, ring in sorted(rings.items()):
-        ring.died_later = rank in later
+        ring.died_later, ring.told = rank in later, told.get(rank)
         events += ring.standing()
         unknown += [f"{source}: rank {rank}: {text}" for text in ring.unknown]
     if absent := sorted(everybody - set(recordings)):
-        told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        unknown.append(f"{source}: no ring of rank {told}")
+        names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        unknown.append(f"{source}: no ring of rank {names}")
     moved = [ring.recording.wall(ring.newest_ns) for ring in rings.values() if ring.newest_ns is not None]
     return Found(
         source,
@@ -151,6 +157,7 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         unsure=frozenset(each for ring in rings.values() for each in ring.unsure),
         lively=frozenset(rank for rank, ring in rings.items() if ring.lively),
         orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
+        overdue=frozenset(rank for rank, ring in rings.items() if ring.raised and silent(ring.raised.text)),
     )
 
 
@@ -160,6 +167,7 @@ class Ring:
     patience_s: see the module; None to conclude nothing from silence. running: whether the writer's process runs.
     recording: of the reading taken last. newest_ns: of its events. flying: submissions that the device has not
     finished. raised: the exception that it left by. waits: what the host waits in. died_later: see `came_after`.
+    told: what others know of its end. moved_ns: of the newest event that shows that it went on.
     """
 
     def __init__(
@@ -178,6 +186,8 @@ class Ring:
         self.waits: dict[str, Entry] = {}
         self.lost_graphs = 0
         self.died_later = False
+        self.told: Event | None = None
+        self.moved_ns: int | None = None
         self._running_process = running or alive
         self._patience_ns = None if patience_s is None else int(patience_s * 1e9)
         self._label = ""
@@ -200,6 +210,7 @@ class Ring:
         self._sizes |= self.recording.sizes
         if entries:
             self.newest_ns = entries[-1].time_ns
+            self.moved_ns = next((each.time_ns for each in reversed(entries) if each.kind not in _STILL), self.moved_ns)
         for entry in entries:
             match entry.kind:
                 case Kind.SUBMIT:
@@ -331,6 +342,9 @@ class Ring:
     def _last(self, calls: dict[tuple[str, int], Event]) -> list[Event]:
         """What the rank stands in, or how it left. Takes those collectives out of `calls` that it did not get to."""
         if (gone := self._gone(calls)) is not None:
+            if gone.operation:  # what its streams were at ends with it, for nobody to meet
+                for key in [key for key, call in calls.items() if call.state is not State.COMPLETED]:
+                    calls.pop(key)
             return [gone]
         if between := self._between(calls):
             return [between]
@@ -359,6 +373,8 @@ class Ring:
 
     def _gone(self, calls: dict[tuple[str, int], Event]) -> Event | None:
         raised, recording = self.raised, self.recording
+        if self.told is not None and (raised is None or raised.text.startswith(CONSEQUENCE)):
+            return self.told
         if raised is not None and raised.text.startswith(CONSEQUENCE):
             self.unknown.append(f"left because of another one: {raised.text[:200]}")
             if any(call.state is not State.COMPLETED for call in calls.values()):
