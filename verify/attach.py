@@ -157,8 +157,9 @@ def _recordings(paths: Mapping[int, Sequence[Path]], unknown: list[str]) -> dict
 
 def _youngest(recordings: Mapping[int, Recording], patience_s: float) -> float:
     """Seconds until all of them have been silent for patience_s, should they stay so."""
-    moved = [each.events[-1].time_ns for each in recordings.values() if each.events and each.closed_ns is None]
-    age = (time.monotonic_ns() - max(moved, default=0)) / 1e9
+    open_ = [each for each in recordings.values() if each.events and each.closed_ns is None]
+    ages = [((each.read_ns or time.monotonic_ns()) - each.events[-1].time_ns) / 1e9 for each in open_]
+    age = min(ages, default=-1.0)
     return patience_s - age + 0.05 if 0 <= age < patience_s else 0.0
 
 

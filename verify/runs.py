@@ -63,3 +63,15 @@ def several(inside: Sequence[Path]) -> str:
 def one_clock(recordings: Iterable[Recording]) -> bool:
     """Whether all ranks share a monotonic clock; else only their wall clocks can be compared."""
     return len({recording.boot for recording in recordings}) < 2
+
+
+def world_of(recordings: Iterable[Recording]) -> tuple[int, ...]:
+    """All ranks that these records know of."""
+    everybody: set[int] = set()
+    for recording in recordings:
+        everybody.add(recording.rank)
+        everybody.update(*recording.groups.values())
+        size = recording.meta.get("size")
+        if isinstance(size, int) and 0 < size <= 1 << 20:
+            everybody.update(range(size))
+    return tuple(sorted(everybody))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -191,7 +192,8 @@ class RingFollower:
                 break
         self._held |= slots
         beat_ns = beat or None
-        self._recording = replace(before, closed_ns=closed or None, torn=len(self._awaited), beat_ns=beat_ns)
+        now, torn = time.monotonic_ns(), len(self._awaited)
+        self._recording = replace(before, closed_ns=closed or None, torn=torn, beat_ns=beat_ns, read_ns=now)
         if len(self._held) > HELD:
             kept = sorted(self._held)[-(HELD // 2) :]
             self._held = {stamp: self._held[stamp] for stamp in kept}

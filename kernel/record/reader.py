@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import struct
+import time
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,8 @@ STAMPS = struct.Struct("<Q56xQ")
 KINDS = {int(kind): kind for kind in Kind}
 TRIES = 8
 """Snapshots of a ring that a fast writer laps completely while it is read."""
+COPIED = 1 << 28
+"""Bytes of rings that are held as they are, undecoded."""
 
 
 class Event(NamedTuple):
@@ -80,6 +83,7 @@ class Recording:
     groups: name -> members. meta: what the run said about itself. wall_ns, monotonic_ns: one moment on both clocks.
     boot: ranks that share it share the monotonic clock. closed_ns: when it was closed in order, None if it was not.
     beat_ns: when the process last ran Python to say so, None where nobody does. strings: the table, by id.
+    read_ns: when it was read, on this host's monotonic clock.
     """
 
     path: Path
@@ -100,6 +104,7 @@ class Recording:
     closed_ns: int | None
     beat_ns: int | None = None
     strings: tuple[str, ...] = ()
+    read_ns: int = 0
 
     def wall(self, time_ns: int) -> int:
         """An event's time as nanoseconds since 1970, which hosts share as well as their clocks agree."""
@@ -134,25 +139,15 @@ def read(path: str | os.PathLike[str], *, since: int = -1) -> Recording:
     since: leave out events up to this index (to follow a run). Takes memory for `capacity` events, nothing else of the
     file's choosing. Raises UsageError, one line, when it is no ring, or its header is cut or damaged.
     """
-    path = Path(path)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block here
-    except (OSError, ValueError) as error:
-        raise unusable(path, getattr(error, "strerror", None) or str(error)) from None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise unusable(path, "not a file")
-        return _read(path, fd, since)
-    except OSError as error:
-        raise unusable(path, error.strerror or str(error)) from None
-    finally:
-        os.close(fd)
+    return _decoded(_copied(Path(path)), since)
 
 
 def read_run(run: str | os.PathLike[str], *, since: int = -1) -> dict[int, Recording]:
     """Every ring of a run directory (or of its `record` folder), by rank.
 
-    A rank that never started has none. Raises UsageError when there is no ring, or one of them is unusable.
+    A rank that never started has none. The files are copied one right after the other, before any is decoded, which
+    takes far longer: what they tell is of one moment. Raises UsageError when there is no ring, or one of them is
+    unusable.
     """
     folder = Path(run)
     if (folder / "record").is_dir():
@@ -161,13 +156,17 @@ def read_run(run: str | os.PathLike[str], *, since: int = -1) -> dict[int, Recor
         names = sorted(os.listdir(folder))
     except (OSError, ValueError) as error:
         raise unusable(folder, getattr(error, "strerror", None) or str(error)) from None
-    recordings = {}
-    for name in names:
-        if match := re.fullmatch(r"rank(\d{1,9})\.ring", name):
-            recording = read(folder / name, since=since)
-            if recording.rank != int(match[1]):
-                raise unusable(folder / name, f"it says that it is of rank {recording.rank}")
-            recordings[recording.rank] = recording
+    rings = {int(match[1]): name for name in names if (match := re.fullmatch(r"rank(\d{1,9})\.ring", name))}
+    recordings: dict[int, Recording] = {}
+    copies: list[tuple[int, _Copy]] = []
+    for number, (rank, name) in enumerate(rings.items(), 1):
+        copies.append((rank, _copied(folder / name)))
+        if number == len(rings) or sum(copy.taken for _, copy in copies) > COPIED:
+            for expected, copy in copies:
+                recordings[expected] = recording = _decoded(copy, since)
+                if recording.rank != expected:
+                    raise unusable(copy.path, f"it says that it is of rank {recording.rank}")
+            copies = []
     if not recordings:
         raise unusable(folder, "no rank<k>.ring in it")
     return recordings
@@ -216,29 +215,75 @@ def read_head(path: Path, fd: int) -> Head:
     return Head(capacity, HEADER_AT + length, room, events_at, groups, said)
 
 
-def _read(path: Path, fd: int, since: int) -> Recording:
-    head = read_head(path, fd)
-    slots = _slots(fd, head.events_at, head.capacity)
-    # Strings after events: an event's strings are in the table before the event is written.
-    fixed = read_bytes(fd, 0, HEADER_AT)
-    used, closed, beat = (WORD.unpack_from(fixed, at)[0] for at in (USED_AT, CLOSED_AT, BEAT_AT))
-    strings = ["", *parse_strings(read_bytes(fd, head.strings_at, min(used, head.room)))]
+class _Copy(NamedTuple):
+    """A ring file's bytes at one moment: its slots twice, the words of its beginning, its strings."""
+
+    path: Path
+    head: Head
+    first: bytes
+    second: bytes
+    fixed: bytes
+    strings: bytes
+    size: int
+    read_ns: int
+
+    @property
+    def taken(self) -> int:
+        """What it takes of memory."""
+        return len(self.first) + len(self.second) + len(self.strings)
+
+
+def _copied(path: Path) -> _Copy:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would block here
+    except (OSError, ValueError) as error:
+        raise unusable(path, getattr(error, "strerror", None) or str(error)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise unusable(path, "not a file")
+        head = read_head(path, fd)
+        length = head.capacity * EVENT.size
+        first, second = read_bytes(fd, head.events_at, length), read_bytes(fd, head.events_at, length)
+        now = time.monotonic_ns()
+        # Strings after events: an event's strings are in the table before the event is written.
+        fixed = read_bytes(fd, 0, HEADER_AT)
+        used = min(WORD.unpack_from(fixed, USED_AT)[0], head.room)
+        return _Copy(
+            path, head, first, second, fixed, read_bytes(fd, head.strings_at, used), os.fstat(fd).st_size, now
+        )
+    except OSError as error:
+        raise unusable(path, error.strerror or str(error)) from None
+    finally:
+        os.close(fd)
+
+
+def _decoded(copy: _Copy, since: int) -> Recording:
+    head = copy.head
+    slots, stamped = _slots(copy)
+    for _ in range(TRIES - 1):
+        if slots or not stamped:
+            break
+        copy = _copied(copy.path)
+        slots, stamped = _slots(copy)
+    closed, beat = (WORD.unpack_from(copy.fixed, at)[0] for at in (CLOSED_AT, BEAT_AT))
+    strings = ["", *parse_strings(copy.strings)]
     names = ["", *head.groups]
     decoded = (decode(slots[stamp], strings, names) for stamp in sorted(slots) if stamp - 1 > since)
     events = [event for event in decoded if event is not None]
     newest = max(slots, default=0) - 1
     oldest = events[0].number if events else newest + 1
     return Recording(
-        path=path,
+        path=copy.path,
         groups=head.groups,
         capacity=head.capacity,
         events=events,
         dropped=oldest,
         torn=max(0, newest + 1 - oldest - len(events)),
-        truncated=os.fstat(fd).st_size < head.events_at + head.capacity * EVENT.size,
+        truncated=copy.size < head.events_at + head.capacity * EVENT.size,
         closed_ns=closed or None,
         beat_ns=beat or None,
         strings=tuple(strings),
+        read_ns=copy.read_ns,
         **head.said,
     )
 
@@ -272,26 +317,22 @@ def _header(path: Path, data: bytes) -> dict[str, Any]:
     return {name: found[name] for name in kinds}
 
 
-def _slots(fd: int, at: int, capacity: int) -> dict[int, bytes]:
-    """Stamp -> slot, for the slots that are whole and of the newest lap.
+def _slots(copy: _Copy) -> tuple[dict[int, bytes], bool]:
+    """Stamp -> slot, for the slots that are whole and of the newest lap; and whether any had its stamps.
 
     A slot counts when two readings of it, one after the other, are equal and its two stamps agree. A writer stamps the
     front first and the back last, so the second reading of a slot that was being overwritten during the first one
     differs from it, or has two stamps.
     """
-    for _ in range(TRIES):
-        first = read_bytes(fd, at, capacity * EVENT.size)
-        second = read_bytes(fd, at, capacity * EVENT.size)
-        stamped = False
-        slots = {}
-        for stamp, slot in whole(first, capacity):
-            stamped = True
-            if second[slot : slot + EVENT.size] == first[slot : slot + EVENT.size]:
-                slots[stamp] = second[slot : slot + EVENT.size]
-        if slots or not stamped:
-            break
+    first, second, capacity = copy.first, copy.second, copy.head.capacity
+    stamped = False
+    slots = {}
+    for stamp, slot in whole(first, capacity):
+        stamped = True
+        if second[slot : slot + EVENT.size] == first[slot : slot + EVENT.size]:
+            slots[stamp] = second[slot : slot + EVENT.size]
     newest = max(slots, default=0)
-    return {stamp: slot for stamp, slot in slots.items() if stamp > newest - capacity}
+    return {stamp: slot for stamp, slot in slots.items() if stamp > newest - capacity}, stamped
 
 
 def whole(data: bytes, capacity: int, first: int = 0) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,9 @@ from verify.command import Parser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from verify.hang.diagnosis import Diagnosis
+    from verify.readers.found import Found
+
 EPILOG: Final = (
     "Exit codes: 0 nothing wrong, 1 a fault found, 2 unusable input, 3 undecided: the evidence does not suffice,"
     " and the report says what is missing. With 2 there is one line on standard error and nothing on standard output."
@@ -65,18 +68,24 @@ def main(name: str, arguments: Sequence[str]) -> int:
     if page == "-" and given.get("json"):
         raise UsageError("--html - and --json: standard output holds one of them: name a file for the page")
     # Loaded here, so that --help and mistakes in the arguments cost nothing.
+    from verify.hang.again import settled
     from verify.hang.diagnosis import diagnose_found
     from verify.hang.processes import look_at
     from verify.hang.text import as_text
     from verify.readers.gather import gather, merge
 
-    found = [gather(paths, beside=bool(pids))] if paths else []
-    if pids:
-        from verify.attach import attach
+    def read() -> Found:
+        found = [gather(paths, beside=bool(pids))] if paths else []
+        if pids:
+            from verify.attach import attach
 
-        found.append(attach(pids))
-    evidence = merge(found)
-    diagnosis = diagnose_found(evidence, look=look_at(paths, pids, evidence))
+            found.append(attach(pids))
+        return merge(found)
+
+    def judge(evidence: Found) -> Diagnosis:
+        return diagnose_found(evidence, look=look_at(paths, pids, evidence))
+
+    _, diagnosis = settled(read(), read, judge)
     if page is not None:
         from verify.html import diagnosis_page
 

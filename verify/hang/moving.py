@@ -108,6 +108,8 @@ def its_wait_may_end(case: Case) -> Verdict | None:
     verdict = case.verdict
     if verdict.cls is not Class.OUTSIDE or verdict.certainty is Certainty.UNDECIDED:
         return None
+    if early := case.found.lively.intersection(verdict.ranks):
+        return verdict.undecided(f"{words.ranks(early)} moved a moment ago, and may be about to go on")
     seen = case.look(case.everybody)
     doubts = [why for rank in verdict.ranks if (why := _unless(case, rank, seen))]
     if doubts:

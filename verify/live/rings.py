@@ -15,8 +15,9 @@ from verify.live.process import GONE, boot_id, writer_state
 from verify.live.ring import LiveRing
 from verify.live.threads import See, nothing_hidden, of_processes
 from verify.readers.installed import is_installed
-from verify.readers.record import of_rings, world_of
+from verify.readers.record import of_rings
 from verify.readers.told import CONSEQUENCE
+from verify.runs import world_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -178,7 +178,7 @@ def _age(ring: Ring, runs: bool | None) -> float | None:
         return None
     # A ring without an event was made when its clocks were read.
     moved = ring.newest.time_ns if ring.newest is not None else ring.recording.monotonic_ns
-    return max(0.0, (time.monotonic_ns() - moved) / 1e9)
+    return max(0.0, ((ring.recording.read_ns or time.monotonic_ns()) - moved) / 1e9)
 
 
 def _patience(rank: _Rank, patience_s: float) -> float:
@@ -261,7 +261,7 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
         if state in ("T", "t"):
             return _outside(number, "a stop signal or a debugger")
         beat = recording.beat_ns
-        if beat is not None and (silent := (time.monotonic_ns() - beat) / 1e9) > SILENT_S:
+        if beat is not None and (silent := ((recording.read_ns or time.monotonic_ns()) - beat) / 1e9) > SILENT_S:
             told = f"no Python has run in its process for {silent:.0f} s"
             rank.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")

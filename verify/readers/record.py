@@ -32,10 +32,10 @@ from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
 from verify.readers.killed import LATER, Death, alive, came_after, death
 from verify.readers.told import CONSEQUENCE, of_others, silent
-from verify.runs import has_rings
+from verify.runs import has_rings, world_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from kernel.record import Event as Entry
@@ -115,18 +115,6 @@ def of_recordings(recordings: Mapping[int, Recording], source: str, patience_s: 
     for ring in rings.values():
         ring.take(ring.recording.events)
     return of_rings(rings, source)
-
-
-def world_of(recordings: Iterable[Recording]) -> tuple[int, ...]:
-    """All ranks that these records know of."""
-    everybody: set[int] = set()
-    for recording in recordings:
-        everybody.add(recording.rank)
-        everybody.update(*recording.groups.values())
-        size = recording.meta.get("size")
-        if isinstance(size, int) and 0 < size <= 1 << 20:
-            everybody.update(range(size))
-    return tuple(sorted(everybody))
 
 
 def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
@@ -421,11 +409,16 @@ class Ring:
         return "P" if "P" in call.queues else "D"
 
     @property
+    def _now_ns(self) -> int:
+        """When the ring was read: decoding it takes seconds on a busy machine."""
+        return self.recording.read_ns or time.monotonic_ns()
+
+    @property
     def lively(self) -> bool:
         """Whether it moved a moment ago, and its process runs: it may move again. What is dead stays as it is."""
         if self.newest_ns is None or self._patience_ns is None or self.recording.closed_ns is not None:
             return False
-        age = time.monotonic_ns() - self.newest_ns
+        age = self._now_ns - self.newest_ns
         return 0 <= age < self._patience_ns and bool(self._running_process(self.recording))
 
     def _settled(self) -> bool:
@@ -465,7 +458,7 @@ class Ring:
         if self.newest_ns is None:
             self.unknown.append("its ring is empty")
         elif self.lively:
-            age = max(0, time.monotonic_ns() - self.newest_ns) / 1e9
+            age = max(0, self._now_ns - self.newest_ns) / 1e9
             self.unknown.append(f"moved {age:.1f} s ago: {LOOK_AGAIN}")
 
     def _communicator(self, group: str) -> Communicator:
