@@ -74,7 +74,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     if pids:
         from verify.attach import attach
 
-        found.append(attach(pids))
+        found.append(attach(pids, beside=bool(paths)))
     evidence = merge(found)
     diagnosis = diagnose_found(evidence, look=look_at(paths, pids, evidence))
     if page is not None:

@@ -15,7 +15,7 @@ from verify import words
 from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, mismatch, needing, shortest_cycle
 from verify.events import Confidence
-from verify.hang.alone import odd_one_out
+from verify.hang.alone import odd_one_out, who_may_wait_for_a_call
 from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
@@ -133,6 +133,12 @@ def _kept(case: Case, rank: int) -> bool:
     return bool(outside) and not (rank in case.where and idles(case.where[rank].what) in (By.OWN, By.LOOP))
 
 
+def it_may_wait_for_a_call(case: Case) -> Case | None:
+    """A rank that is outside of calls beside others, for a call that it has made perhaps."""
+    left = who_may_wait_for_a_call(case)
+    return None if left is None else replace(case, verdict=left)
+
+
 def orders_on_one_device(case: Case) -> Case | None:
     """The ring of calls that all members made in different orders, if the device runs one kernel at a time."""
     open_ = [launch for mine in case.situation.launches.values() for launch in mine if not launch.done]
@@ -240,6 +246,7 @@ FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     threads_that_wait_for_each_other,
     tags_that_differ,
     what_stacks_show,
+    it_may_wait_for_a_call,
     orders_on_one_device,
     equal_calls_from_other_lines,
 )

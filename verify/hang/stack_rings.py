@@ -124,11 +124,11 @@ def _knot(part: nx.DiGraph[Any], open_to: Mapping[int, set[int]], where: Mapping
     sure = tuple(rank for rank in stuck if _always(part, rank))
     alike: dict[tuple[str, str], list[int]] = {}
     for rank, peers in open_to.items():
-        needs = f"which needs {words.ranks(peers)}" if len(peers) == 1 else "for whom is not in the evidence"
+        whom = f"which needs {words.ranks(peers)}" if len(peers) == 1 else "for whom is not in the evidence"
         if where[rank].at is At.STORE:
-            needs = f"which {'one of ' * (len(peers) > 1)}{words.ranks(peers)} is to set"
-        alike.setdefault((_does(where[rank]), needs), []).append(rank)
-    chain = [f"{words.ranks(who)} {_verb(who)} {what}, {needs}" for (what, needs), who in alike.items()]
+            whom = f"which {'one of ' * (len(peers) > 1)}{words.ranks(peers)} is to set"
+        alike.setdefault((_does(where[rank]), whom), []).append(rank)
+    chain = [f"{words.ranks(who)} {_verb(who)} {what}, {whom}" for (what, whom), who in alike.items()]
     known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for node in sorted(part.nodes):
         if node[0] == "host" and node[1] not in open_to:
