@@ -51,7 +51,8 @@ def test_stacks_alone_are_no_all_clear(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_a_process_that_shows_nothing_is_no_all_clear(capsys: pytest.CaptureFixture[str]) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    rank = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=rank)
     try:
         code, out = hang(capsys, "--pid", process.pid)
     finally:

@@ -28,6 +28,8 @@ STILL = "it was still there after it had logged "
 AFTER = "it failed after another one: "
 """How a remark begins of a rank that raised what comes of another one's end."""
 MEMBERS_UNTOLD = "who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
+PERHAPS_BY_IT = "it may have left by it"
+"""How a line of `unknown` ends that names a rank and what it logged last but for a few lines."""
 GROUP_UNTOLD = "some timeouts do not say which group they are of"
 """How lines of `unknown` end that other evidence may settle."""
 
