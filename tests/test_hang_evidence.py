@@ -59,7 +59,9 @@ def test_a_process_that_shows_nothing_is_no_all_clear(capsys: pytest.CaptureFixt
         process.kill()
         process.communicate()
     assert code == 3
-    assert "stacks alone do not show that calls meet" in " ".join(out.split())
+    told = " ".join(out.split())
+    # It may still start when it is looked at.
+    assert "no stack stands in a call" in told or "stacks alone do not show that calls meet" in told
 
 
 def test_damaged_dumps_beside_others_cost_only_what_they_held(
