@@ -119,7 +119,7 @@ def _moves(task: Path, of_python: bool) -> str | None:
         call = call_of(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return ""
-    if not of_python and only_serves(name, call):
+    if not of_python and only_serves(task, name, call):
         return ""
     if state != "S":
         return "a thread that runs" if state == "R" else "a thread that waits for a disk" if state == "D" else ""
