@@ -24,8 +24,9 @@ from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
 from verify.readers.found import Found, Named
-from verify.readers.lives import newest
+from verify.readers.lives import newest, of_equal
 from verify.readers.membership import damaged, resolve
+from verify.readers.parted import of_one_job
 from verify.readers.transfers import Transfers, ends_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     Calls that met, agreed and ended are left out where no diagnosis can rest on them (`verify.readers.folded`); the
     events that follow say how many they were. whole: none is left out.
     """
-    mine, unknown = _whose(dumps)
+    mine, unknown, mixed = _whose(dumps)
     mine = _since_made_anew(mine, unknown)
     job = _Job(mine)
     kept = everything(job.dumps) if whole else fold(job.dumps, job.collectives, job.told, job.transfers)
@@ -83,12 +84,14 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
         ),
         overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
         timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
-        deaf=job.deaf,
+        deaf=job.deaf, mixed=mixed,
     )  # fmt: skip
 
 
-def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
-    """The dumps in the order of their ranks; of several of one rank, the one that saw the latest call."""
+def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str], str]:
+    """The dumps in the order of their ranks, of several of one rank the one that saw the latest call; lines about what
+    is unknown; and why they may be of two jobs.
+    """
     ways = []
     unknown: list[str] = []
     same: dict[int, frozenset[int]] = {}
@@ -118,10 +121,12 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         if not named:
             raise UsageError(f"{dump.path}: cannot tell its rank: end the file's name with it, as in dump_rank_3")
         mine = found[named[0]]
-        # A copy of a dump tells the same once.
-        if not any(dump.mark == other.mark for other in mine):
+        if (same := next((other for other in mine if dump.mark == other.mark), None)) is None:
             mine.append(dump)
-    return [Mine(rank, dump) for rank, dump in newest(found, unknown).items()], unknown
+        elif line := of_equal(named[0], same, dump):
+            unknown.append(line)
+    kept = of_one_job(newest(found, unknown), unknown)
+    return [Mine(rank, dump) for rank, dump in kept.dumps.items()], unknown, kept.mixed
 
 
 def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:

@@ -280,6 +280,7 @@ def merge(found: Sequence[Found]) -> Found:
         traced=frozenset[tuple[int, str]]().union(*(each.traced for each in found)),
         undated=frozenset[int]().union(*(each.undated for each in found)),
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
+        mixed=next((each.mixed for each in found if each.mixed), ""),
     )
 
 
