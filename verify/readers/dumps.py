@@ -121,9 +121,9 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str], str]:
         if not named:
             raise UsageError(f"{dump.path}: cannot tell its rank: end the file's name with it, as in dump_rank_3")
         mine = found[named[0]]
-        if (same := next((other for other in mine if dump.mark == other.mark), None)) is None:
+        if (equal := next((other for other in mine if dump.mark == other.mark), None)) is None:
             mine.append(dump)
-        elif line := of_equal(named[0], same, dump):
+        elif line := of_equal(named[0], equal, dump):
             unknown.append(line)
     kept = of_one_job(newest(found, unknown), unknown)
     return [Mine(rank, dump) for rank, dump in kept.dumps.items()], unknown, kept.mixed

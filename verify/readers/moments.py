@@ -63,7 +63,7 @@ def spans_of(calls: Sequence[Call], seqs: Sequence[int], when: When) -> tuple[Sp
     spans = []
     for (group, seq), places in found.items():
         began, ended = [when(at) for at in places], [when.ended(at) for at in places]
-        if min(began) > 0 and min(ended) > 0 and all(calls[at].marker or calls[at].operation in JOINT for at in places):
+        if 0 < min(began) <= min(ended) and all(calls[at].marker or calls[at].operation in JOINT for at in places):
             spans.append(Span(group, seq, min(began), max(ended)))
     return tuple(spans)
 
