@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernel.errors import UsageError
 from verify import words
 from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers.backends import families, joined
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
 from verify.readers.found import Found, Named
@@ -32,6 +33,7 @@ from verify.readers.transfers import Transfers, ends_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from verify.readers.backends import Dumps, Family
     from verify.readers.calls import Batch, Column, Dump, Group, Name
     from verify.readers.folded import Kept
 
@@ -58,9 +60,17 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     Calls that met, agreed and ended are left out where no diagnosis can rest on them (`verify.readers.folded`); the
     events that follow say how many they were. whole: none is left out.
     """
-    mine, unknown, mixed = _whose(dumps)
-    mine = _since_made_anew(mine, unknown)
-    job = _Job(mine)
+    unknown: list[str] = []
+    parts = families(_by_rank(dumps, unknown), unknown)
+    found = [_told(part, [] if at else unknown, whole) for at, part in enumerate(parts)]
+    return joined(found) if len(found) > 1 else found[0]
+
+
+def _told(part: Family, unknown: list[str], whole: bool) -> Found:
+    """What dumps of one backend say. unknown: lines about what is not known so far."""
+    of_one, mixed = of_one_job(newest(part.dumps, unknown), unknown)
+    mine = _since_made_anew([Mine(rank, dump) for rank, dump in of_one.items()], unknown)
+    job = _Job(mine, part.suffix)
     kept = everything(job.dumps) if whole else fold(job.dumps, job.collectives, job.told, job.transfers)
     events = [event for rank in job.dumps for event in job.events(rank, kept[rank])]
     unknown += job.unknown
@@ -88,12 +98,9 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     )  # fmt: skip
 
 
-def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str], str]:
-    """The dumps in the order of their ranks, of several of one rank the one that saw the latest call; lines about what
-    is unknown; and why they may be of two jobs.
-    """
+def _by_rank(dumps: Sequence[Dump], unknown: list[str]) -> Dumps:
+    """The dumps of each rank; lines in `unknown` about how that was known, and about copies."""
     ways = []
-    unknown: list[str] = []
     same: dict[int, frozenset[int]] = {}
     for dump in dumps:
         # By identity: dumps share their lists of members, which may be long.
@@ -125,8 +132,7 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str], str]:
             mine.append(dump)
         elif line := of_equal(named[0], equal, dump):
             unknown.append(line)
-    kept = of_one_job(newest(found, unknown), unknown)
-    return [Mine(rank, dump) for rank, dump in kept.dumps.items()], unknown, kept.mixed
+    return found
 
 
 def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
@@ -160,8 +166,9 @@ def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
 class _Job:
     """The dumps of all ranks, with groups and the numbers of transfers resolved."""
 
-    def __init__(self, mine: Sequence[Mine]) -> None:
+    def __init__(self, mine: Sequence[Mine], suffix: str = "") -> None:
         self.dumps = dict(mine)
+        self._suffix = suffix
         self.unknown: list[str] = []
         self.unsure: set[tuple[int, str]] = set()
         known = resolve(
@@ -220,7 +227,8 @@ class _Job:
         for group in groups:
             names[group.name[1] or group.name[0]].add(group.name)
         return {
-            group: label if len(names[label := group.name[1] or group.name[0]]) == 1 else f"{label} {group.name[0]}"
+            group: (label if len(names[label := group.name[1] or group.name[0]]) == 1 else f"{label} {group.name[0]}")
+            + self._suffix
             for group in groups
         }
 

@@ -78,14 +78,14 @@ def _parted(found: Mapping[int, Sequence[Dump]]) -> Iterator[tuple[int, Dump, Du
             continue
         alike: dict[frozenset[str], list[Dump]] = {}
         for dump in sorted(mine, key=_age):
-            alike.setdefault(_backends(dump), []).append(dump)
+            alike.setdefault(backends_of(dump), []).append(dump)
         for some in alike.values():
             yield from ((rank, early, late) for early, late in pairwise(some) if two_processes(early, late))
 
 
 def two_processes(one: Dump, other: Dump) -> bool:
     """Whether two dumps of one rank cannot be of one process. Each backend has records of its own."""
-    if not _backends(one) & _backends(other):
+    if not backends_of(one) & backends_of(other):
         return False
     moments = sorted({*one.moments, *other.moments})
     return any(
@@ -101,7 +101,8 @@ def _written_before(dump: Dump, life: Life) -> bool:
         return False
 
 
-def _backends(dump: Dump) -> frozenset[str]:
+def backends_of(dump: Dump) -> frozenset[str]:
+    """Of its calls."""
     kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
     return frozenset(dump.batches[kind].backend for kind in kinds)
 
