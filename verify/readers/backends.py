@@ -2,15 +2,17 @@
 own.
 
 What both hold of one process is told together, if it is certain that they are of one: a thread that makes calls has an
-address that no other process gives to a thread. A call of one backend and one of the other do not meet, though they be
-of one group and have one number. Where nothing shows whose they are, those of one backend are looked at alone.
+address that the system chooses by chance, unless it was told not to. A call of one backend and one of the other do not
+meet, though they be of one group and have one number. Where nothing shows whose they are, those of one backend are
+looked at alone.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify import words
 from verify.readers.lives import backends_of
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from verify.readers.calls import Dump
     from verify.readers.found import Found
 
+_FIXED: Final = re.compile(r"(1555|2aaa|7fff)\w{8}$")
+"""Where Linux puts the threads of every process where it places nothing by chance, as many containers have it."""
 Dumps = dict[int, "list[Dump]"]
 """Of each rank, those that are named for it."""
 
@@ -50,7 +54,8 @@ def families(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> list[Fa
         kinds[first].setdefault(rank, []).extend(dumps)
     parts = [Family("", kinds[first])]
     for kind in others:
-        apart = [rank for rank, mine in kinds[kind].items() if not _of_one_process(mine, kinds[first].get(rank))]
+        usual = _usual(kinds[kind]) | _usual(kinds[first])
+        apart = [rank for rank, mine in kinds[kind].items() if not _of_one_process(mine, kinds[first].get(rank), usual)]
         name, main = "".join(kind), "".join(first)
         if apart:
             who = f"whether those of {words.ranks(apart)} are of the same processes as {main}'s is not in them"
@@ -62,11 +67,23 @@ def families(found: Mapping[int, Sequence[Dump]], unknown: list[str]) -> list[Fa
     return parts
 
 
-def _of_one_process(one: Sequence[Dump], other: Sequence[Dump] | None) -> bool:
+def _usual(dumps: Dumps) -> set[str]:
+    """Threads that tell nothing: those that several ranks have, and those where they are without chance."""
+    often: Counter[str] = Counter()
+    for mine in dumps.values():
+        often.update(frozenset[str]().union(*(dump.threads for dump in mine)))
+    return {thread for thread, times in often.items() if times > 1 or _FIXED.match(_hex(thread))}
+
+
+def _hex(thread: str) -> str:
+    return f"{int(thread):x}" if thread.isascii() and thread.isdigit() else thread
+
+
+def _of_one_process(one: Sequence[Dump], other: Sequence[Dump] | None, usual: set[str]) -> bool:
     """Whether dumps of a rank are of one process. other: None where the rank has left none of that backend."""
     if other is None:
         return True
-    return all(any(mine.threads & theirs.threads for theirs in other) for mine in one)
+    return all(any((mine.threads & theirs.threads) - usual for theirs in other) for mine in one)
 
 
 def joined(found: Sequence[Found]) -> Found:
