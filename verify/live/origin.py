@@ -22,9 +22,9 @@ _FIRST: Final = re.compile(r"/(ld-|libc[.-]|libpthread|libstdc\+\+|libgcc_s|libc
 _C: Final = re.compile(r"/(ld-musl|libc[.-]|libpthread)[^/]*$")
 MOST: Final = 1 << 20
 """Bytes of a stack that are read, from its outermost end."""
-TRIES: Final = 5
-AGAIN_S: Final = 0.002
-"""A thread that runs tells no stack pointer: those that tick run for next to no time."""
+TRIES: Final = 40
+AGAIN_S: Final = 0.005
+"""A thread that runs, or waits for a processor, tells no stack pointer: those that tick run for next to no time."""
 
 
 def started_in(task: Path) -> str | None:
