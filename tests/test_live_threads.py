@@ -158,7 +158,7 @@ FROM_OUTSIDE = {
     "a terminal": ("ends = os.openpty()\nwait = lambda: os.read(ends[1], 1)", "a file or a socket (read)"),
     "changes of files": (
         "import ctypes\n"
-        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init(); libc.inotify_add_watch(descriptor, b'/tmp', 2)\n"
+        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init(); libc.inotify_add_watch(descriptor, b'/usr', 2)\n"
         "wait = lambda: os.read(descriptor, 1000)",
         "a file or a socket (read)",
     ),
