@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -359,15 +358,12 @@ def test_py_spy_itself(stranger: int) -> None:
     assert any("may not read it" in line for line in found.unknown) or found.stacks[0].frames[-1].line > 0
 
 
-def test_pids_that_are_no_ranks(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pids_of_no_process(stranger: int) -> None:
     with pytest.raises(UsageError, match=r"^pid 999999999: no such process"):
         attach([999999999])
     assert rank_of(stranger) == 3
     assert environment(999999999) == {}
     assert ring_paths(stranger) == []
-    monkeypatch.setattr("verify.attach.ring_paths", lambda _: [])  # of other tests, which this process may still map
-    mine = attach([os.getpid()], spy=None)
-    assert len(mine.stacks) >= threading.active_count()
 
 
 TWICE = """

@@ -323,7 +323,7 @@ def test_an_address_is_no_name(inner: list[tuple[str, str]], what: str) -> None:
     frames = (*(Site(file, 0, name) for name, file in below), Site("train.py", 12, "main"))
     found = with_stacks("missing_member", r1=frames)
     # What waits for its own threads, or the clock, is blocked by nothing outside.
-    assert found.verdict.cls is (Class.OUTSIDE if what == "a lock" else Class.MISSING)
+    assert found.verdict.cls is Class.MISSING
     assert f"in {what} at train.py:12" in found.verdict.say
 
 

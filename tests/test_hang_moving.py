@@ -92,6 +92,8 @@ LOOPS = Moves(locked=False, polls=True, others=("a thread that runs",))
         ("Event.wait", SLEEPS, Class.MISSING, Certainty.CONDITIONAL, "by the clock, in 29 s"),
         ("Event.wait", HELPED, Class.MISSING, Certainty.CONDITIONAL, "it has a thread that waits for the clock"),
         ("Event.wait", Moves(), Class.MISSING, Certainty.CERTAIN, ""),
+        ("lock.acquire", Moves(), Class.MISSING, Certainty.CERTAIN, ""),
+        ("Thread.join", HELPED, Class.MISSING, Certainty.CONDITIONAL, "it has a thread that waits for the clock"),
         ("EpollSelector.select", LOOPS, Class.OUTSIDE, Certainty.CONDITIONAL, "it has a thread that runs"),
         ("Event.wait", None, Class.MISSING, Certainty.CONDITIONAL, "does not come out of Event.wait"),
         ("FileIO.read", Moves(locked=False), Class.OUTSIDE, Certainty.CONDITIONAL, "does not come out of FileIO.read"),
@@ -117,6 +119,33 @@ def test_a_wait_that_ends_by_itself_convicts_nobody(
     found = told(tmp_path, main(1, inner, LINE), now={} if now is None else {1: now}).verdict
     assert (found.cls, found.certainty, found.ranks) == (cls, certainty, (1,))
     assert why in found.condition
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        (Site("/lib/python3.11/threading.py", 1590, "_shutdown"),),
+        (Site("/lib/python3.11/threading.py", 1132, "Thread._wait_for_tstate_lock"), LINE),
+        (Site("python3.11", 0, "PyThread_acquire_lock_timed"), LINE),
+        (Site("/lib/python3.11/threading.py", 327, "Condition.wait"), LINE),
+        (Site("/lib/python3.11/site-packages/x.py", 1, "sleep"), LINE),
+    ],
+    ids=lambda inner: inner[0].function,
+)
+def test_a_stack_gives_no_other_class_than_the_record_of_the_same_job(inner: tuple[Site, ...], tmp_path: Path) -> None:
+    """It may make it more certain, if it shows that the wait lasts."""
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    first.wait(first.call(one))
+    bare = told(tmp_path, now={}).verdict
+    for now, certainty in (({}, Certainty.CONDITIONAL), ({1: Moves()}, Certainty.CERTAIN)):
+        found = told(tmp_path, main(1, *inner), now=now).verdict
+        assert (found.cls, found.ranks) == (bare.cls, bare.ranks) == (Class.MISSING, (1,))
+        if inner[0].function != "sleep":
+            assert found.certainty is certainty
+    if inner[0].function == "_shutdown":
+        assert "in the join of its other threads after the end of its program" in found.say
 
 
 @pytest.mark.parametrize("moves", [False, True])

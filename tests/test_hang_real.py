@@ -414,7 +414,7 @@ def test_a_rank_that_enters_a_lock(tmp_path: Path, recorded: bool) -> None:
             first(job)
         job.until(lambda: job.stands(1, "futex"))
         answer = job.hang()
-        assert answer.verdict == (1, "outside", "certain" if recorded else "conditional", [1])
+        assert answer.verdict == (1, "missing", "certain" if recorded else "conditional", [1])
         assert "in a lock, guard at" in answer.say
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kernel.errors import UsageError
 from verify.attach import attach
 from verify.lineage import ancestors, is_python, only_ranks
 
@@ -74,13 +75,15 @@ def test_a_wrapper_is_no_rank(wrapped: Family) -> None:
         assert not any(str(shell) in line for line in found.unknown)
 
 
-def test_a_wrapper_alone_is_told_by_what_it_is(wrapped: Family, tmp_path: Path) -> None:
-    spy = tmp_path / "spy"
-    spy.write_text("#!/bin/sh\necho 'Error: Failed to find python version from target process' >&2\nexit 1\n")
-    spy.chmod(0o755)
-    found = attach([wrapped.process.pid], spy=str(spy))
-    assert any("not a Python process" in line for line in found.unknown)
-    assert not any("as root" in line for line in found.unknown)
+def test_a_wrapper_alone_is_told_by_what_it_is(wrapped: Family) -> None:
+    (rank,) = wrapped.pids
+    shell = wrapped.process.pid
+    with pytest.raises(UsageError) as refused:
+        attach([shell], spy=None)
+    line = str(refused.value)
+    assert line.startswith(f"--pid {shell} (sh -c ")
+    assert "no rank: it is not a Python process" in line
+    assert line.endswith(f"give --pid {rank} in its place")
 
 
 def test_a_launcher_without_a_rank_is_no_rank() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.test_live_timed import REAL
 from verify.live.idle import sample, switches
+from verify.live.named import is_of_torch, of_torch
 from verify.live.threads import Moves, moves, of_processes
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ FROM_OUTSIDE = {
     "a terminal": ("ends = os.openpty()\nwait = lambda: os.read(ends[1], 1)", "a file or a socket (read)"),
     "changes of files": (
         "import ctypes\n"
-        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init(); libc.inotify_add_watch(descriptor, b'/tmp', 2)\n"
+        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init(); libc.inotify_add_watch(descriptor, b'/usr', 2)\n"
         "wait = lambda: os.read(descriptor, 1000)",
         "a file or a socket (read)",
     ),
@@ -227,14 +228,44 @@ def test_a_thread_of_the_program_is_none_of_torch_by_how_its_name_begins(name: s
         assert not found.still
 
 
-def test_a_thread_that_runs_python_is_none_of_torch_whatever_its_name() -> None:
-    program = f"def work():\n    {CALLED.format(b'gloo_tcp_loop')}; select.select([os.pipe()[0]], [], [])\n"
+@pytest.mark.parametrize("name", ["gloo_tcp_loop", "pt_gloo_runloop", "pt_tcpstore_uv", "turnstile"])
+def test_a_thread_that_began_in_python_is_none_of_torch_whatever_its_name(name: str) -> None:
+    """Nobody has looked at lines of Python."""
+    program = f"def work():\n    {CALLED.format(name.encode())}; select.select([os.pipe()[0]], [], [])\n"
     with process(program + HELPER.format("work") + "threading.Event().wait()") as pid:
-        seen(pid, lambda now: now.closed)
-        helpers = [int(each) for each in os.listdir(f"/proc/{pid}/task") if int(each) != pid]
-        now = moves(pid, helpers)
-        assert now is not None
-        assert [other.split(" (")[0] for other in now.others] == ["a thread that waits for a file or a socket"]
+        waits = "a thread that waits for a file or a socket"
+        seen(pid, lambda now: now.locked and [other.split(" (")[0] for other in now.others] == [waits])
+        found = sample(pid)
+        assert found is not None
+        assert not found.still
+
+
+GLOO = """
+import sys, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[-1]}", rank=0, world_size=1)
+kept = dist.TCPStore("127.0.0.1", 0, is_master=True)
+print("up", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_threads_that_torch_starts_are_known(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", START + GLOO, str(tmp_path / "store")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert child.stdout is not None
+        assert [child.stdout.readline() for _ in range(2)] == ["here\n", "up\n"]
+        tasks = [task for task in Path(f"/proc/{child.pid}/task").iterdir() if task.name != str(child.pid)]
+        named = {(task / "comm").read_text().strip(): task for task in tasks}
+        assert {"gloo_tcp_loop", "pt_gloo_runloop"} <= named.keys()
+        for name, task in named.items():
+            assert is_of_torch(task, name) is of_torch(name)
+        seen(child.pid, lambda now: now.closed)
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_signals_that_end_a_process_let_no_thread_go_on() -> None:

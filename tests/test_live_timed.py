@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from verify.live.calls import call_of
 from verify.live.idle import _harmless
 from verify.live.named import of_torch
+from verify.live.origin import started_in
 from verify.live.timed import timed
 
 if TYPE_CHECKING:
@@ -105,13 +107,30 @@ def test_a_thread_that_sleeps_may_go_on_by_itself() -> None:
 
 @REAL
 @pytest.mark.parametrize("name", TICK)
-def test_threads_that_tick_for_ever_are_known_by_their_names(name: str) -> None:
+@pytest.mark.parametrize("began", ["/x/libtorch_cpu.so", "/x/libcuda.so.535", "/x/libpython3.11.so.1.0", "", None])
+def test_threads_that_tick_for_ever_are_known_by_their_names_and_by_where_they_began(
+    name: str, began: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     event = threading.Event()
+    of_record = name == "turnstile"
+    monkeypatch.setattr("verify.live.named.started_in", lambda _: began)
+    monkeypatch.setattr("verify.live.named._has_one_record", lambda _: True)
     with Waiting(lambda: event.wait(TOO_LONG), event.set) as task:
         (task / "comm").write_text(name)
         assert timed(task) is True
         assert of_torch(name)
-        assert _harmless(task)
+        assert _harmless(task) is bool(began and ("python" in began) is of_record)
+
+
+@REAL
+@pytest.mark.parametrize("name", TICK)
+def test_a_thread_of_python_is_none_of_torch_whatever_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.live.named._RING", re.compile("none"))  # this process may have those of other tests
+    event = threading.Event()
+    with Waiting(lambda: event.wait(TOO_LONG), event.set) as task:
+        (task / "comm").write_text(name)
+        assert "python" in str(started_in(task))
+        assert not _harmless(task)
 
 
 @REAL

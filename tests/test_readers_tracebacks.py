@@ -17,11 +17,12 @@ from tests.test_hang_evidence import hang
 from tests.test_readers_deaths import job
 from tests.test_readers_logs import status, timeout, written
 from verify.attach import attach
-from verify.events import Kind
+from verify.events import Kind, Site
 from verify.hang.diagnosis import diagnose_found
 from verify.readers import watchdog
-from verify.readers.found import AFTER, ENDED, Found, Stack
+from verify.readers.found import AFTER, ENDED, STILL, Found, Stack
 from verify.readers.gather import gather, merge
+from verify.readers.tracebacks import FEW
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,6 +149,31 @@ def test_a_process_that_is_looked_at_has_not_left(tmp_path: Path) -> None:
             process.kill()
     assert not any(event.kind is Kind.EXIT for event in both.events)
     assert "left" not in diagnose_found(both).verdict.say
+
+
+LOST = f"{TRACE}RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation\n"
+
+
+@pytest.mark.parametrize("lines", [0, FEW, FEW + 1, 40])
+def test_a_timeout_that_was_caught_is_no_wait_that_lasts(lines: int, tmp_path: Path) -> None:
+    log = written(tmp_path, LOST + "".join(f"retry {n}\n" for n in range(lines)), "rank1.log")
+    assert watchdog.of_logs([log]).overdue == (frozenset({1}) if lines <= FEW else frozenset())
+
+
+@pytest.mark.parametrize("seen", [None, "other", "lively", "stack"])
+def test_who_was_seen_since_caught_what_it_logged(seen: str | None, tmp_path: Path) -> None:
+    """And nothing of it is told as if it had left, or still waited in that call."""
+    logs = gather([written(tmp_path, LOST, "rank1.log"), written(tmp_path, f"{LEFT}a\nb\nc\nd\n", "rank0.log")])
+    assert (logs.overdue, [rank for rank, text in logs.remarks if text.startswith(AFTER)]) == (frozenset({1}), [1])
+    main = (Site("train.py", 8, "<module>"),)
+    stacks = tuple(Stack(rank, "MainThread", main, pid=70 + rank) for rank in (0, 1)) if seen == "stack" else ()
+    lively = {"lively": frozenset({0, 1}), "other": frozenset({5})}.get(seen or "", frozenset())
+    both = merge([logs, Found("here", stacks=stacks, lively=lively)])
+    caught = seen in ("lively", "stack")
+    assert both.overdue == (frozenset() if caught else frozenset({1}))
+    assert [rank for rank, text in both.remarks if text.startswith(STILL)] == ([1] if caught else [])
+    assert [rank for rank, text in both.remarks if text.startswith(AFTER)] == ([] if caught else [1])
+    assert any("rank 0 logged KeyError: 'loss'" in line for line in both.unknown) is not caught
 
 
 def test_a_dump_of_the_rank_may_be_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

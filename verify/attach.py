@@ -24,6 +24,7 @@ from verify import words
 from verify.events import KERNEL, Confidence, Event, Kind, Site, State
 from verify.jobs import launcher_of, refuse_records, refuse_several
 from verify.lineage import is_python, only_ranks
+from verify.no_rank import strangers
 from verify.readers import stacks
 from verify.readers.found import Found, Stack
 from verify.readers.jobs import of_one_job, refuse_two
@@ -48,16 +49,19 @@ THREADS = 4096
 MOST_RINGS = 1 << 16
 
 
-def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-spy") -> Found:
+def attach(
+    pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-spy", beside: bool = False
+) -> Found:
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
+    beside: there is other evidence.
 
     The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
     read too. Wrappers, launchers and workers of ranks that are given as well are left out (`verify.lineage`). A pid
     that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice. Records are read
     after that, so that a rank that has moved since is seen to have; and where one moved less than patience_s ago, again
     when it should have been silent for so long.
-    Raises UsageError, one line, for pids that are no processes, where nothing at all may be read, or for processes of
-    several jobs: the ranks of one would be taken for those of the other.
+    Raises UsageError, one line, for pids that are no processes, or no ranks (`verify.no_rank`), where nothing at all
+    may be read, or for processes of several jobs: the ranks of one would be taken for those of the other.
     """
     pids = list(dict.fromkeys(pids))
     here = [pid for pid in pids if runs(pid)]
@@ -66,8 +70,11 @@ def attach(pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-s
         which = f"pid {gone[0]}" + (f" and {len(gone) - 1} more" if len(gone) > 1 else "")
         what = f"{which}: no such process on this host, or gone since"
         raise UsageError(f"{what}: give the pids of ranks that run, or the directory of their record")
-    unknown: list[str] = []
-    here = only_ranks(here, {pid: rank_of(pid) for pid in here}, [pid for pid in here if _keeps_a_record(pid)])
+    owners = [pid for pid in here if _keeps_a_record(pid)]
+    here, unknown = strangers(here, rank_of, owners, beside)
+    if not here:
+        return Found("", unknown=tuple(unknown))
+    here = only_ranks(here, {pid: rank_of(pid) for pid in here}, owners)
     refuse_several({pid: rank_of(pid) for pid in here}, {pid: environment(pid) for pid in here}, launcher_of)
     pids = [*here, *gone]
     worlds: set[int] = set()

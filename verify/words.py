@@ -90,6 +90,12 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}" if names else "nobody"
 
 
+def seconds(value: float, digits: int = 0) -> str:
+    """`3 s`; `under 1 s` of what would round to nothing, and of what is over already."""
+    rounded = round(value, digits)
+    return f"{rounded:.{digits}f} s" if rounded > 0 else f"under {10.0**-digits:g} s"
+
+
 def number(meeting: Meeting) -> str:
     """`Call 2 on dp`, `Transfer 1 from rank 0 to rank 1`."""
     (kind, name, members), count = meeting.key

@@ -79,7 +79,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
         if pids:
             from verify.attach import attach
 
-            found.append(attach(pids))
+            found.append(attach(pids, beside=bool(paths)))
         return merge(found)
 
     def judge(evidence: Found) -> Diagnosis:

@@ -53,6 +53,6 @@ def _went_on(first: Found, later: Found) -> bool:
 
 
 def _well(first: Found, found: Found) -> Verdict:
-    since = ((found.moved_ns or 0) - (first.moved_ns or 0)) / 1e9
+    since = words.seconds(((found.moved_ns or 0) - (first.moved_ns or 0)) / 1e9, 1)
     who = "every rank goes" if len(found.present) > 1 else f"{words.ranks(found.present)} goes"
-    return Verdict(Class.NONE, say=f"No alarm: {who} on, as this look of {since:.1f} s saw.")
+    return Verdict(Class.NONE, say=f"No alarm: {who} on, as this look of {since} saw.")

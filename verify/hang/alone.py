@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 import networkx as nx
 
 from verify import words
-from verify.blame import Certainty, Class, Verdict
+from verify.blame import Certainty, Class, Verdict, absent
 from verify.events import Kind
+from verify.hang.idling import may_need_a_call
 from verify.hang.stacks import INSIDE, At, places_of
 from verify.matching import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from verify.hang.case import Case
     from verify.hang.stacks import Place
     from verify.matching import Situation
     from verify.readers.found import Found
@@ -61,9 +63,51 @@ def odd_one_out(found: Found, everybody: Sequence[int]) -> Verdict | None:
     if loose:
         why = f"{waiting[0].lower()}{waiting[1:]}, and {_elsewhere(others)}, on the way to that call perhaps"
         return Verdict(Class.NONE).undecided(f"{why}: look again; {NEEDED} tell")
-    chain = tuple(f"{place.who} is blocked in {place.what} at {place.spot}" for place in others.values())
+    soft = {rank: place for rank, place in others.items() if may_need_a_call(place.what)}
+    firm = {rank: place for rank, place in others.items() if rank not in soft}
+    if not firm and len({(place.what, place.site) for place in soft.values()}) > 1:
+        each = f"{_elsewhere(others)}, and each may wait there for a call that it made"
+        why = f"{waiting[0].lower()}{waiting[1:]}, {each}"
+        return Verdict(Class.NONE).undecided(f"{why}: which of them has not made it, stacks do not show: {NEEDED}")
+    blamed = firm or soft
+    chain = tuple(f"{place.who} is blocked in {place.what} at {place.spot}" for place in blamed.values())
     blocked = "; ".join(chain[:2])
-    return _blames(Class.OUTSIDE, sorted(others), f"{waiting}, while {blocked}, outside of all calls.", chain)
+    verdict = _blames(Class.OUTSIDE, sorted(blamed), f"{waiting}, while {blocked}, outside of all calls.", chain)
+    if firm and soft:
+        verdict = replace(verdict, chain=(*chain, *map(_perhaps, soft.values())))
+    elif soft:
+        verdict = verdict.only_if(f"{words.ranks(soft)} {MADE[len(soft) > 1]}")
+        verdict = replace(verdict, say=verdict.plain)
+    return verdict
+
+
+def who_may_wait_for_a_call(case: Case) -> Verdict | None:
+    """Of several ranks outside of calls: those of whose calls nothing is known, and that may wait for one which they
+    have made, are not blamed beside others that do not.
+    """
+    verdict, found = case.verdict, case.found
+    if verdict.cls not in (Class.MISSING, Class.OUTSIDE) or len(verdict.ranks) < 2:
+        return None
+    soft = {
+        rank: place for rank in verdict.ranks
+        if rank not in found.present and (place := case.where.get(rank)) is not None
+        and place.at is At.OUTSIDE and may_need_a_call(place.what)
+    }  # fmt: skip
+    firm = [host for host in case.situation.hosts if host.rank in verdict.ranks and host.rank not in soft]
+    firm = [host for host in firm if ("host", host.rank, host.thread) in case.graph and not host.thread]
+    if not soft or not firm:
+        return None
+    cls = Class.OUTSIDE if all(host.standing is Standing.OUTSIDE for host in firm) else Class.MISSING
+    left = absent(cls, firm, case.graph)
+    return replace(left, certainty=verdict.certainty, chain=(*left.chain, *map(_perhaps, soft.values())))
+
+
+MADE: Final = ("does not wait there for a call that it made", "do not wait there for a call that they made")
+
+
+def _perhaps(place: Place) -> str:
+    """Of a rank that is not blamed."""
+    return f"{place.who} waits in {place.what} at {place.spot}, for such a call as well perhaps"
 
 
 def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Place]) -> Verdict | None:

@@ -311,6 +311,15 @@ def it_may_have_gone_on(case: Case) -> Verdict | None:
     return verdict.only_if(f"{words.ranks(ranks)} did not go on after that: {why}")
 
 
+def they_may_be_of_two_jobs(case: Case) -> Verdict | None:
+    """Whatever is found where ranks of two jobs are taken for those of one."""
+    verdict, why = case.verdict, case.found.mixed
+    if not why or verdict.certainty is Certainty.UNDECIDED:
+        return None
+    told = f"the dumps are of one job, whose hosts' clocks differ: {why}"
+    return verdict.undecided(f"nobody waits, if {told}") if verdict.cls is Class.NONE else verdict.only_if(told)
+
+
 CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_may_have_gone_on,
     it_is_of_different_moments,
@@ -325,6 +334,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_may_be_through,
     it_waits_for_itself,
     nothing_shows_it_is_late,
+    they_may_be_of_two_jobs,
 )
 """Each is asked, in this order, about what the ones before it left."""
 

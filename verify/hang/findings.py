@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 
@@ -15,21 +15,19 @@ from verify import words
 from verify.arguments import misfit
 from verify.blame import Certainty, Class, Verdict, absent, awaited, judge, mismatch, needing, shortest_cycle
 from verify.events import Confidence
-from verify.hang.alone import for_a_key, odd_one_out
+from verify.hang.alone import odd_one_out, who_may_wait_for_a_call
 from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
-from verify.hang.stacks import At, for_anybody, standings
+from verify.hang.stack_rings import ring_of_stacks
 from verify.matching import Standing
 from verify.readers.found import AFTER
 from verify.waitgraph import across_threads, wait_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from verify.events import Event
     from verify.hang.case import Case
-    from verify.hang.stacks import Place
 
 
 def sizes_that_cannot_fit(case: Case) -> Case | None:
@@ -47,7 +45,7 @@ def what_stacks_show(case: Case) -> Case | None:
     verdict = case.verdict
     if verdict.cls not in (Class.NONE, Class.OUTSIDE) and verdict.certainty is not Certainty.UNDECIDED:
         return None
-    if (ring := _ring(case)) is not None:
+    if (ring := ring_of_stacks(case)) is not None:
         return ring
     odd = odd_one_out(case.found, case.everybody)
     return None if odd is None else replace(case, verdict=odd)
@@ -133,6 +131,12 @@ def _kept(case: Case, rank: int) -> bool:
     """
     outside = [host for host in case.hosts(Standing.OUTSIDE) if host.rank == rank]
     return bool(outside) and not (rank in case.where and idles(case.where[rank].what) in (By.OWN, By.LOOP))
+
+
+def it_may_wait_for_a_call(case: Case) -> Case | None:
+    """A rank that is outside of calls beside others, for a call that it has made perhaps."""
+    left = who_may_wait_for_a_call(case)
+    return None if left is None else replace(case, verdict=left)
 
 
 def orders_on_one_device(case: Case) -> Case | None:
@@ -242,76 +246,8 @@ FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     threads_that_wait_for_each_other,
     tags_that_differ,
     what_stacks_show,
+    it_may_wait_for_a_call,
     orders_on_one_device,
     equal_calls_from_other_lines,
 )
 """Each is asked, in this order, about what the ones before it left."""
-
-
-def _ring(case: Case) -> Case | None:
-    """A ring through hosts of which only the stack tells that they wait for another rank, whichever that is.
-
-    A key of the store is set by one of the ranks; a device without a known operation waits for one of those that share
-    a group with it. If every one of these waits for the host in turn, it does not matter which it is.
-    """
-    found, where = case.found, case.where
-    open_ = {event.rank for event in found.events if event.calls and event.state != "completed"}
-    loose: dict[int, list[Event]] = {}
-    for rank, place in where.items():
-        if place.at is At.STORE:
-            loose[rank] = for_anybody(place, case.everybody)
-        elif rank in case.known:
-            continue
-        elif place.at in (At.DEVICE, At.COLLECTIVE) and rank not in open_ | found.whole:
-            loose[rank] = for_anybody(place, _companions(found.events, rank) or case.everybody)
-    loose = {rank: mine for rank, mine in loose.items() if mine}
-    if not loose:
-        return None
-    told = {*loose, *case.known}
-    others = standings(found.events, {rank: place for rank, place in where.items() if rank not in told})
-    events = [*others, *(event for mine in loose.values() for event in mine)]
-    tied_in = case.with_(events)
-    graph, core = tied_in.graph, tied_in.core
-    if not any(("host", rank, "") in core for rank in loose):
-        keyed = for_a_key(tied_in.situation, graph, {rank: where[rank] for rank in loose})
-        return None if keyed is None else replace(tied_in, verdict=keyed)
-    nodes = shortest_cycle(graph.subgraph(core))
-    actors = [node for node in nodes if node[0] != "op"]
-    ranks = tuple(sorted({graph.nodes[node]["rank"] for node in actors}))
-    tied = sorted(set(ranks) & set(loose))
-    if not tied or (set(ranks) == set(tied) and all(where[rank].at is not At.STORE for rank in tied)):
-        # Calls of which only stacks tell may be one and the same.
-        return None
-    first = min(range(len(actors)), key=lambda n: graph.nodes[actors[n]]["rank"])
-    turned = actors[first:] + actors[:first]
-    chain = tuple(
-        _link(graph, actor, turned[(n + 1) % len(turned)], nodes[nodes.index(actor) + 1], where)
-        for n, actor in enumerate(turned)
-    )
-    say = f"{words.ranks(ranks).capitalize()} wait in a ring: {'; '.join(chain)}."
-    verb = "waits" if len(tied) == 1 else "wait"
-    condition = f"what {words.ranks(tied)} {verb} for is up to another rank of the job"
-    cycle = Verdict(
-        Class.CYCLE, Certainty.CONDITIONAL, ranks=ranks, chain=chain, say=say, fix=words.FIXES["cycle"],
-        condition=condition,
-    )  # fmt: skip
-    return replace(tied_in, verdict=cycle)
-
-
-def _companions(events: Sequence[Event], rank: int) -> set[int]:
-    """Who shares a group with `rank`."""
-    members = {call.communicator.members for event in events for call in event.calls if call.communicator is not None}
-    return {other for each in members if rank in each for other in each} - {rank}
-
-
-def _link(graph: nx.DiGraph[Any], actor: Any, needs: Any, op: Any, where: dict[int, Place]) -> str:
-    rank, other = graph.nodes[actor]["rank"], graph.nodes[needs]["rank"]
-    meeting = graph.nodes[op]["meeting"]
-    place = where.get(rank)
-    if meeting.key[0].name == f"? {At.STORE}" and place is not None:
-        return f"rank {rank} waits at {place.spot} for a key of the store, which rank {other} has not set"
-    if meeting.key[0].name.startswith("?") and place is not None:
-        if place.at is At.DEVICE:
-            return f"{place.who} waits at {place.spot} for its device, which needs rank {other}"
-        return f"{place.who} waits in {place.what} at {place.spot}, which needs rank {other}"
-    return f"rank {rank} waits in {words.operation(meeting)}, which needs rank {other}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from verify.events import KERNEL, Communicator, Confidence, Event, Kind, Site, State
-from verify.hang.idling import By, idles
+from verify.hang.idling import AT_ITS_END, By, idles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -122,6 +122,8 @@ CALL: Final = re.compile(
 """The name of the function that such a line of `At.OUTSIDE` calls."""
 LOCK: Final = re.compile(r"^(lock_)?PyThread_acquire_lock|^acquire_timed$|^rlock_acquire|^_?PyMutex_Lock")
 """Frames of C in which the interpreter waits for a lock of the program."""
+SHUTDOWN: Final = re.compile(r"(^|/)threading\.py _shutdown$")
+"""Where Python joins the other threads of a process whose main thread has come to its end."""
 WITH: Final = re.compile(r"^with\s+(?P<name>[\w.\[\]'\"]+)\s*:\s*(pass\b|\.\.\.)?\s*(#.*)?$")
 """Entering what a name stands for: where that is in C and leaves no frame, the thread waits in the entering itself."""
 LOCKLIKE: Final = re.compile(r"(lock|mutex|semaphore)s?\b|\bsem\b", re.IGNORECASE)
@@ -248,6 +250,8 @@ def _place(rank: int, stack: Stack) -> Place:
 def _function(inner: Sequence[Site]) -> str:
     """What a thread is in, of the frames below the program's: the first with a name, or a lock."""
     named = [frame for frame in inner if frame.function and not frame.function.startswith("0x")]
+    if any(SHUTDOWN.search(f"{frame.file} {frame.function}") for frame in named):
+        return AT_ITS_END
     if any(LOCK.search(frame.function) for frame in named):
         # What Python itself builds on locks, as a queue, says more.
         return next((frame.function for frame in named if frame.file.endswith(".py")), "a lock")

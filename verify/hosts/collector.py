@@ -195,7 +195,7 @@ class Collector:
                 lines.append(f"{agent.host}: its agent is gone ({agent.gone}): {_ranks(agent)} unknown")
         for agent in self._agents:
             if agent.known and agent.round != self._round and now - agent.heard >= self._silent_s:
-                silent = f"its agent has been silent for {now - agent.heard:.0f} s"
+                silent = f"its agent has been silent for {words.seconds(now - agent.heard)}"
                 lines.append(f"{agent.host}: {silent}: {_ranks(agent)} unknown")
         if not any(agent.state.ranks for agent in (*self._past, *self._agents)):
             lines.append("no agent has told anything yet")

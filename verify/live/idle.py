@@ -8,7 +8,7 @@ program writes, for a request. None of that is a fault. It is idle, and stays so
   signal that may come;
 - every other thread of it waits in such a futex as well: whatever else one waits for, a file, a socket, a signal, the
   clock, may come, and it may be what the main thread waits for. Threads of torch, its backends and this record wait so
-  for ever, look at what other ranks do, and are known by their names (`verify.live.named`);
+  for ever, look at what other ranks do, and are known by their names and where they began (`verify.live.named`);
 - it uses next to no processor time, has no child that could work for it, and nothing was recorded.
 
 Where the system does not tell one of these, nothing is concluded.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify.live.calls import call_of
-from verify.live.named import of_torch, only_serves
+from verify.live.named import is_of_torch, only_serves
 from verify.live.timed import limited, signalled
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def switches(tasks: Path) -> dict[int, int]:
     found: dict[int, int] = {}
     for task in tasks.iterdir():
         try:
-            if of_torch((task / "comm").read_text(errors="replace").strip()):
+            if is_of_torch(task, (task / "comm").read_text(errors="replace").strip()):
                 continue
             lines = (task / "status").read_text(errors="replace").splitlines()
         except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
@@ -96,7 +96,7 @@ def _harmless(task: Path) -> bool:
         return True
     if state == "R":  # what runs uses processor time, which is counted
         return True
-    return state == "S" and (only_serves(name, call) or (call is not None and call.inside and not limited(call)))
+    return state == "S" and (only_serves(task, name, call) or (call is not None and call.inside and not limited(call)))
 
 
 class Idle:

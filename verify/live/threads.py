@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from verify import words
 from verify.live.calls import ANY, CHILD, call_of
 from verify.live.idle import switches
 from verify.live.named import only_serves
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from verify.live.outside import Outside
 
 DAY_S: Final = 86400.0
+
 
 class Moves(NamedTuple):
     """What may move in a process. main: by what the wait of its main thread ends by itself, "" if it does not, or is
@@ -106,7 +108,7 @@ def _clock(task: Path) -> str:
     left = remaining(task)
     if left is None:
         return "the clock"
-    return f"the clock, in {max(left, 0.0):.0f} s" if left < 2 * DAY_S else f"the clock, in {left / DAY_S:.0f} days"
+    return f"the clock, in {words.seconds(left)}" if left < 2 * DAY_S else f"the clock, in {left / DAY_S:.0f} days"
 
 
 def _moves(task: Path, of_python: bool) -> str | None:
@@ -117,7 +119,7 @@ def _moves(task: Path, of_python: bool) -> str | None:
         call = call_of(task)
     except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return ""
-    if not of_python and only_serves(name, call):
+    if not of_python and only_serves(task, name, call):
         return ""
     if state != "S":
         return "a thread that runs" if state == "R" else "a thread that waits for a disk" if state == "D" else ""

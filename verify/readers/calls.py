@@ -127,6 +127,17 @@ class Moment(NamedTuple):
     created_ns: int
 
 
+class Span(NamedTuple):
+    """When a process called a collective, and when it saw that it had ended, ns since 1970 by its host's clock. It ends
+    nowhere before all members have called it.
+    """
+
+    group: Name
+    sequence: int
+    began_ns: int
+    ended_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Dump:
     """What one process recorded. rank: where the dump itself says. groups: (name, description) -> members, if listed.
@@ -137,7 +148,8 @@ class Dump:
     odd: names of operations that are damaged; their calls have none. mark: equal for copies of a file. again: groups
     that the process made anew after it had destroyed them -> how often; only the calls since then are here. mixed:
     groups of which a collective says that transfers came before it, seen here or not. patience: of the calls that are
-    open. moments: when some records were made, the first and the last among them.
+    open. moments: when some records were made, the first and the last among them. spans: of some collectives. threads:
+    those that made calls, by what identifies them in their process and, as addresses do, nearly everywhere else.
     """
 
     path: Path
@@ -158,6 +170,8 @@ class Dump:
     mixed: frozenset[Name] = frozenset()
     patience: Patience = NO_CALL_OPEN
     moments: tuple[Moment, ...] = ()
+    spans: tuple[Span, ...] = ()
+    threads: frozenset[str] = frozenset()
 
 
 def batch_of(entries: Sequence[Call]) -> Batch:

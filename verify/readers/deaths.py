@@ -15,8 +15,9 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Confidence, Event, Kind, State
+from verify.readers.attempts import attempt_in, present_lines
 from verify.readers.found import AFTER, Found, Stack
-from verify.readers.lines import MOST, brief, file_lines, goes_on, holds, rank_in
+from verify.readers.lines import MOST, brief, goes_on, holds, rank_in
 from verify.readers.stacks import FATAL, from_lines
 from verify.readers.standing import own_frame, stands_in
 
@@ -53,7 +54,7 @@ class DeathsReader:
         fatal: dict[int, tuple[str, bool, list[str]]] = {}
         killed: dict[int, str] = {}
         report, whose, nameless = 0, -1, 0
-        for _, line in file_lines(WHAT, path):
+        for _, line in present_lines(WHAT, path):
             rank = rank_in(line, path)
             if found := FATAL.search(line):
                 nameless += rank is None
@@ -86,9 +87,13 @@ class DeathsReader:
         events += [_exit(rank, text) for rank, text in killed.items() if rank not in fatal]
         unknown = (f"{path.name}: which rank ended by a fatal error? Name the file rank<k>.log to say it",)
         ranks = frozenset(fatal) | frozenset(killed)
+        # Of what torchrun reports it knows that nothing was started again.
+        again = {each for each in events if each.rank in fatal} if attempt_in(WHAT, path).silent else set()
         return Found(
-            path.name, tuple(events), ranks, ranks, unknown=unknown if nameless else (), remarks=tuple(remarks)
-        )
+            path.name, tuple(events), ranks, ranks, unknown=unknown if nameless else (), remarks=tuple(remarks),
+            traced=frozenset((each.rank, each.operation) for each in again),
+            undated=frozenset(each.rank for each in again),
+        )  # fmt: skip
 
 
 READER = DeathsReader()

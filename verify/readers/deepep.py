@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 import networkx as nx
 
 from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers.attempts import present_lines, restarted
 from verify.readers.found import Found
-from verify.readers.lines import MOST, file_lines, holds, named, rank_in, unusable
+from verify.readers.lines import MOST, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +62,7 @@ class DeepEPReader:
         nameless = 0
         for path in paths:
             lines = 0
-            for _, line in file_lines(WHAT, path, NEEDLES):
+            for _, line in present_lines(WHAT, path, NEEDLES):
                 if lines >= MOST or not _LINE.search(line):
                     continue
                 lines += 1
@@ -74,7 +75,7 @@ class DeepEPReader:
                     alone[waiter, phase] = None
                 else:
                     edges[waiter, peer, phase] = None
-            if not lines:
+            if not lines and not restarted(path):
                 raise unusable(WHAT, path, "no timeout of DeepEP in it", "give the stdout of the ranks")
         return _found(named(paths), list(edges), list(alone), nameless)
 

@@ -21,16 +21,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernel.errors import UsageError
 from verify import words
 from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers.backends import families, joined
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
 from verify.readers.found import Found, Named
-from verify.readers.lives import newest
+from verify.readers.lives import newest, of_equal
 from verify.readers.membership import damaged, resolve
+from verify.readers.parted import of_one_job
 from verify.readers.transfers import Transfers, ends_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from verify.readers.backends import Dumps, Family
     from verify.readers.calls import Batch, Column, Dump, Group, Name
     from verify.readers.folded import Kept
 
@@ -57,9 +60,17 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
     Calls that met, agreed and ended are left out where no diagnosis can rest on them (`verify.readers.folded`); the
     events that follow say how many they were. whole: none is left out.
     """
-    mine, unknown = _whose(dumps)
-    mine = _since_made_anew(mine, unknown)
-    job = _Job(mine)
+    unknown: list[str] = []
+    parts = families(_by_rank(dumps, unknown), unknown)
+    found = [_told(part, [] if at else unknown, whole) for at, part in enumerate(parts)]
+    return joined(found) if len(found) > 1 else found[0]
+
+
+def _told(part: Family, unknown: list[str], whole: bool) -> Found:
+    """What dumps of one backend say. unknown: lines about what is not known so far."""
+    of_one, mixed = of_one_job(newest(part.dumps, unknown), unknown)
+    mine = _since_made_anew([Mine(rank, dump) for rank, dump in of_one.items()], unknown)
+    job = _Job(mine, part.suffix)
     kept = everything(job.dumps) if whole else fold(job.dumps, job.collectives, job.told, job.transfers)
     events = [event for rank in job.dumps for event in job.events(rank, kept[rank])]
     unknown += job.unknown
@@ -83,14 +94,13 @@ def together(dumps: Sequence[Dump], whole: bool = False) -> Found:
         ),
         overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
         timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
-        deaf=job.deaf,
+        deaf=job.deaf, mixed=mixed,
     )  # fmt: skip
 
 
-def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
-    """The dumps in the order of their ranks; of several of one rank, the one that saw the latest call."""
+def _by_rank(dumps: Sequence[Dump], unknown: list[str]) -> Dumps:
+    """The dumps of each rank; lines in `unknown` about how that was known, and about copies."""
     ways = []
-    unknown: list[str] = []
     same: dict[int, frozenset[int]] = {}
     for dump in dumps:
         # By identity: dumps share their lists of members, which may be long.
@@ -118,10 +128,11 @@ def _whose(dumps: Sequence[Dump]) -> tuple[list[Mine], list[str]]:
         if not named:
             raise UsageError(f"{dump.path}: cannot tell its rank: end the file's name with it, as in dump_rank_3")
         mine = found[named[0]]
-        # A copy of a dump tells the same once.
-        if not any(dump.mark == other.mark for other in mine):
+        if (equal := next((other for other in mine if dump.mark == other.mark), None)) is None:
             mine.append(dump)
-    return [Mine(rank, dump) for rank, dump in newest(found, unknown).items()], unknown
+        elif line := of_equal(named[0], equal, dump):
+            unknown.append(line)
+    return found
 
 
 def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
@@ -155,8 +166,9 @@ def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:
 class _Job:
     """The dumps of all ranks, with groups and the numbers of transfers resolved."""
 
-    def __init__(self, mine: Sequence[Mine]) -> None:
+    def __init__(self, mine: Sequence[Mine], suffix: str = "") -> None:
         self.dumps = dict(mine)
+        self._suffix = suffix
         self.unknown: list[str] = []
         self.unsure: set[tuple[int, str]] = set()
         known = resolve(
@@ -215,7 +227,8 @@ class _Job:
         for group in groups:
             names[group.name[1] or group.name[0]].add(group.name)
         return {
-            group: label if len(names[label := group.name[1] or group.name[0]]) == 1 else f"{label} {group.name[0]}"
+            group: (label if len(names[label := group.name[1] or group.name[0]]) == 1 else f"{label} {group.name[0]}")
+            + self._suffix
             for group in groups
         }
 

@@ -35,7 +35,7 @@ from verify.readers.calls import (
     text,
 )
 from verify.readers.found import Damaged
-from verify.readers.moments import When, alike, moments_of, patience_of
+from verify.readers.moments import When, alike, moments_of, patience_of, spans_of
 from verify.readers.repeats import thin
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from verify.events import Site
-    from verify.readers.calls import Moment, Name, Patience
+    from verify.readers.calls import Moment, Name, Patience, Span
     from verify.readers.found import Found
     from verify.readers.repeats import Shapes, Thin
 
@@ -67,7 +67,7 @@ FIELDS: Final = itemgetter(
 
 class _Entries(NamedTuple):
     """The entries of a dump in the order of their records, those of groups that are gone left out. ids: group ->
-    process-local identifier. again: groups that were made anew -> how often. mixed, patience, moments: as in `Dump`.
+    process-local identifier. again: groups that were made anew -> how often. mixed, patience and the rest: see `Dump`.
     """
 
     calls: list[Call]
@@ -80,6 +80,8 @@ class _Entries(NamedTuple):
     mixed: frozenset[Name]
     patience: Patience
     moments: tuple[Moment, ...]
+    spans: tuple[Span, ...]
+    threads: frozenset[str]
 
 
 def _fields(raw: Any) -> tuple[Any, ...]:
@@ -159,7 +161,7 @@ class Decoder:
                 text(data.get("version")) or "unknown", self._groups(data.get("pg_config")),
                 _status(data.get("pg_status")), entries.ids, self.batches, columns, rows, many, entries.moved_ns,
                 entries.whole, entries.odd, mark,
-                entries.again, entries.mixed, entries.patience, entries.moments,
+                entries.again, entries.mixed, entries.patience, entries.moments, entries.spans, entries.threads,
             )  # fmt: skip
             # Before the collector may run again, which would go through all of it.
             del data, raw
@@ -176,6 +178,8 @@ class Decoder:
         mixed: set[Name] = set()
         numbers: list[int] = []
         made: list[int] = []
+        over: list[int] = []
+        threads: set[str] = set()
         moved = 0
         # By identity, while `raw` is alive: entries share their frames.
         known: dict[int, tuple[Site | None, bool]] = {}
@@ -207,6 +211,9 @@ class Decoder:
             seqs.append(seq)
             ids[call.group] = pg_id
             made.append(created if type(created) is int else number(created))
+            over.append(ended if type(ended) is int else number(ended))
+            if type(thread := each.get("thread_id")) is str:
+                threads.add(thread)
             numbers.append(pg_id if type(pg_id) is int else number(pg_id, -1))
             for time in (created, started, ended):
                 if time is not None and (time if type(time) is int else (time := number(time))) > moved:
@@ -223,8 +230,9 @@ class Decoder:
             calls, seqs = [calls[at] for at in order], [seqs[at] for at in order]
             records, places = [records[at] for at in order], order
             numbers = [numbers[at] for at in order]
-        when = When(places, made, repeated)
+        when = When(places, made, over, repeated)
         patience = patience_of([call for call in distinct if call.timeout_ms is not None], calls, seqs, when, moved)
+        spans = spans_of(calls, seqs, when)
         again: dict[Name, int] = {}
         if len({number(each, -1) for each in ids.values()}) < len(lives):
             again, gone = _made_again(calls, seqs, numbers)
@@ -234,7 +242,8 @@ class Decoder:
         return _Entries(
             calls, seqs, {name: at for name, each in ids.items() if (at := number(each, -1)) >= 0}, moved, whole, again,
             tuple(dict.fromkeys(call.odd for call in distinct if call.odd is not None)), frozenset(mixed),
-            patience, moments_of(records, when),
+            patience, moments_of(records, when), tuple(span for span in spans if span.group not in again),
+            frozenset(map(text, threads)),
         )  # fmt: skip
 
     def _site(self, frames: Any, known: dict[int, tuple[Site | None, bool]]) -> Site | None:

@@ -28,6 +28,8 @@ STILL = "it was still there after it had logged "
 AFTER = "it failed after another one: "
 """How a remark begins of a rank that raised what comes of another one's end."""
 MEMBERS_UNTOLD = "who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
+PERHAPS_BY_IT = "it may have left by it"
+"""How a line of `unknown` ends that names a rank and what it logged last but for a few lines."""
 GROUP_UNTOLD = "some timeouts do not say which group they are of"
 """How lines of `unknown` end that other evidence may settle."""
 
@@ -72,7 +74,8 @@ class Found:
     long as it may, so that nobody for whom it waits is merely late. timeout_s: for how long the open calls may, at
     most, where known. traced: a rank and the exception by which it left, as only the traceback that ends its log tells.
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
-    which this never holds sends and receives, whatever they made.
+    which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
+    says so.
     """
 
     source: str
@@ -96,6 +99,7 @@ class Found:
     deaf: frozenset[int] = frozenset()
     traced: frozenset[tuple[int, str]] = frozenset()
     undated: frozenset[int] = frozenset()
+    mixed: str = ""
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

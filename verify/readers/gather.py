@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 from verify.events import Kind
+from verify.readers.attempts import of_present
 from verify.readers.found import Damaged, Found
 from verify.readers.joined import join
 from verify.readers.outlived import outlived
@@ -75,9 +76,10 @@ def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool =
         raise bare[0]
     damaged += map(str, bare)
     _companions(chosen, silent, inside, ignored)
+    again = of_present({name: files for name, (_, files) in chosen.items() if name in LOGS})
     found: list[Found] = []
     refused: list[UsageError] = []
-    for reader, files in chosen.values():
+    for reader, files in (each for each in chosen.values() if each[1]):
         try:
             found.append(_read(reader, _once(files), inside, damaged))
         except UsageError as error:
@@ -88,6 +90,8 @@ def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool =
     damaged += map(str, refused)
     if damaged:
         found.append(Found("", unknown=tuple(f"not used: {line}" for line in damaged[:4])))
+    if again:
+        found.append(Found("", unknown=tuple(again[:4])))
     if ignored:
         names_ = ", ".join(sorted(ignored)[:3]) + (f" and {len(ignored) - 3} more" if len(ignored) > 3 else "")
         found.append(Found("", unknown=(f"not read, of no known format: {names_}",)))
@@ -276,6 +280,7 @@ def merge(found: Sequence[Found]) -> Found:
         traced=frozenset[tuple[int, str]]().union(*(each.traced for each in found)),
         undated=frozenset[int]().union(*(each.undated for each in found)),
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
+        mixed=next((each.mixed for each in found if each.mixed), ""),
     )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kernel.record.foreign import HOST_MEDIA, LEAVES, PROGRAM
+from verify import words
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.creations import settled
@@ -139,7 +140,7 @@ def of_rings(
                 last = [replace(event, state=State.STARTED) if event.operation == NOTHING else event for event in last]
                 lively.add(rank)
                 did = "moved" if each.ring.newest is not None else "began"
-                told = f"{source}: rank {rank}: {did} {each.age_s:.1f} s ago"
+                told = f"{source}: rank {rank}: {did} {words.seconds(each.age_s, 1)} ago"
                 unknown.append(f"{told}: {LOOK_AGAIN}")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]

@@ -27,9 +27,11 @@ BIGGEST = 1 << 26
 _PROGRESS = re.compile(r"(?!wandb:).{0,200}\b(?:step|epoch|iter(?:ation)?)\b\W{0,4}\d", re.IGNORECASE)
 """A line of a rank that goes on: its exception was caught and logged, or it was started again."""
 
-PREFIX = re.compile(r"^\s*\[(?:rank|default)\s?\d{1,7}\]:\s?")
-"""What stands before a line in a log of several ranks."""
-_RANK_PREFIX = re.compile(r"\[(?:rank|default)\s?(\d{1,7})\]:")
+PREFIX = re.compile(r"^(?:\s*\[(?:rank|default)\s?\d{1,7}\]:\s?){1,3}")
+"""What stands before a line in a log of several ranks: torch's own, torchrun's, or both."""
+_RANK_PREFIX = re.compile(r"\[rank\s?(\d{1,7})\]:")
+_ROLE_PREFIX = re.compile(r"\[default\s?(\d{1,7})\]:")
+"""The number may be that within a host."""
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|r)[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _STREAM_NAMES = frozenset({"stderr.log", "stdout.log", "stderr", "stdout", "error.json"})
 
@@ -124,7 +126,7 @@ def goes_on(line: str) -> bool:
 
 def rank_in(line: str, path: Path) -> int | None:
     """The global rank of a line in a log of several ranks, by its `[rank3]:` prefix, else by the file's name."""
-    if found := _RANK_PREFIX.search(line):
+    if found := _RANK_PREFIX.search(line) or _ROLE_PREFIX.search(line):
         return int(found[1])
     return rank_of_file(path)
 

@@ -78,14 +78,14 @@ def _parted(found: Mapping[int, Sequence[Dump]]) -> Iterator[tuple[int, Dump, Du
             continue
         alike: dict[frozenset[str], list[Dump]] = {}
         for dump in sorted(mine, key=_age):
-            alike.setdefault(_backends(dump), []).append(dump)
+            alike.setdefault(backends_of(dump), []).append(dump)
         for some in alike.values():
             yield from ((rank, early, late) for early, late in pairwise(some) if two_processes(early, late))
 
 
 def two_processes(one: Dump, other: Dump) -> bool:
     """Whether two dumps of one rank cannot be of one process. Each backend has records of its own."""
-    if not _backends(one) & _backends(other):
+    if not backends_of(one) & backends_of(other):
         return False
     moments = sorted({*one.moments, *other.moments})
     return any(
@@ -101,7 +101,8 @@ def _written_before(dump: Dump, life: Life) -> bool:
         return False
 
 
-def _backends(dump: Dump) -> frozenset[str]:
+def backends_of(dump: Dump) -> frozenset[str]:
+    """Of its calls."""
     kinds = {kind for column in dump.columns.values() for kind in set(column.kinds)}
     return frozenset(dump.batches[kind].backend for kind in kinds)
 
@@ -135,22 +136,52 @@ def _ended_with(dump: Dump, rank: int) -> bool:
     return False
 
 
+def of_equal(rank: int, one: Dump, other: Dump) -> str:
+    """What two dumps of a rank tell that are equal to the last byte: the same once, and perhaps that it stood still."""
+    try:
+        apart = abs(one.path.stat().st_mtime_ns - other.path.stat().st_mtime_ns) / SECOND
+    except OSError:
+        return ""
+    if apart < 1:
+        return ""
+    alike = one.path.name == other.path.name
+    both = f"{one.path} and {other.path}" if alike else f"{one.path.name} and {other.path.name}"
+    return f"{both} are equal: a copy, or rank {rank} recorded nothing in the {apart:.0f} s between them: counted once"
+
+
 def _two_jobs(rank: int, one: Dump, other: Dump, everything: Sequence[tuple[int, Dump]]) -> UsageError:
     """The line that says so, with a command for each job where folders, or names without the rank, part them."""
     both = f"{one.path} and {other.path} are of two processes, and both named for rank {rank}"
     within = "if that is within a host, name them for their ranks in the job"
     what = f"{both}: {within}; if of two jobs, or two starts of one"
     folders = {str(dump.path.parent) for _, dump in everything}
+    if told := commands(everything):
+        return UsageError(f"{what}, look at one at a time: {told}")
+    where = "folder" if len(folders) == 1 else "folders"
+    return UsageError(f"{what}, sort the dumps in the {where} by job, and name those of one")
+
+
+def patterns(dumps: Mapping[int, Dump]) -> list[str]:
+    """How the files of some ranks are named, with a star in place of the rank, whatever folders they are in."""
+    return sorted({_pattern(rank, dump).rpartition("/")[2] for rank, dump in dumps.items()})
+
+
+def commands(everything: Sequence[tuple[int, Dump]], parties: Sequence[frozenset[int]] = ()) -> str:
+    """A command for each job, where folders, or names without the rank, part their dumps; "" where they do not.
+
+    parties: ranks of different jobs; without them, the jobs are those that have a dump of each rank.
+    """
     for label in (lambda _, dump: str(dump.path.parent), _pattern):
         parts: dict[str, list[int]] = {}
         for each, dump in everything:
             parts.setdefault(label(each, dump), []).append(each)
-        alike = {tuple(sorted(ranks)) for ranks in parts.values()}
-        if len(parts) > 1 and all(len(set(ranks)) == len(ranks) for ranks in parts.values()) and len(alike) == 1:
-            commands = "; ".join(f"`turnstile hang {part}`" for part in sorted(parts))
-            return UsageError(f"{what}, look at one at a time: {commands}")
-    where = "folder" if len(folders) == 1 else "folders"
-    return UsageError(f"{what}, sort the dumps in the {where} by job, and name those of one")
+        if parties:
+            mixed = any(sum(bool(party.intersection(ranks)) for party in parties) > 1 for ranks in parts.values())
+        else:
+            mixed = len({tuple(sorted(ranks)) for ranks in parts.values()}) > 1
+        if len(parts) > 1 and not mixed and all(len(set(ranks)) == len(ranks) for ranks in parts.values()):
+            return "; ".join(f"`turnstile hang {part}`" for part in sorted(parts))
+    return ""
 
 
 def _pattern(rank: int, dump: Dump) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from verify.readers.calls import Moment, Patience
+from verify.matching import JOINT
+from verify.readers.calls import Moment, Patience, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from verify.readers.calls import Call
+    from verify.readers.calls import Call, Name
     from verify.readers.repeats import Thin
 
+SPANS: Final = 64
 EVERY: Final = 256
 """Of so many records, it is kept when one was made."""
 
@@ -21,21 +23,49 @@ EVERY: Final = 256
 class When:
     """When entries were made, by their place in the order of records.
 
-    places: theirs in the file. made: of those that are left, if any were left out.
+    places: theirs in the file. made, over: when they were made, and when their end was seen, of those that are left, if
+    any were left out.
     """
 
     places: Sequence[int]
     made: Sequence[int]
+    over: Sequence[int]
     repeated: Thin | None
 
     def __call__(self, at: int) -> int:
         """ns since 1970; 0 if that is not told."""
+        return self._time(at, self.made, ended=False)
+
+    def ended(self, at: int) -> int:
+        """When the end of an entry was seen, ns since 1970; 0 if that is not told."""
+        return self._time(at, self.over, ended=True)
+
+    def _time(self, at: int, known: Sequence[int], ended: bool) -> int:
         place = self.places[at]
         if self.repeated is None:
-            return self.made[place]
+            return known[place]
         like, row = self.repeated.order[place], self.repeated.rows[place]
-        column = self.repeated.plans[like].created if row is not None else None
-        return self.made[like] if row is None or column is None else row[column]
+        if row is None:
+            return known[like]
+        plan = self.repeated.plans[like]
+        column = plan.ended if ended else plan.created
+        return known[like] if column is None else row[column]
+
+
+def spans_of(calls: Sequence[Call], seqs: Sequence[int], when: When) -> tuple[Span, ...]:
+    """Of some collectives that have ended: the first one ever, and every SPANS-th, if all its entries tell their times.
+    """
+    found: dict[tuple[Name, int], list[int]] = {}
+    for at in [at for at, seq in enumerate(seqs) if seq == 1 or not seq % SPANS]:
+        call = calls[at]
+        if call.backend == "nccl" and not call.transfer and call.done:
+            found.setdefault((call.group, seqs[at]), []).append(at)
+    spans = []
+    for (group, seq), places in found.items():
+        began, ended = [when(at) for at in places], [when.ended(at) for at in places]
+        if 0 < min(began) <= min(ended) and all(calls[at].marker or calls[at].operation in JOINT for at in places):
+            spans.append(Span(group, seq, min(began), max(ended)))
+    return tuple(spans)
 
 
 def alike(one: Call, other: Call) -> bool:

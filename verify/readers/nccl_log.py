@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
+from verify.readers.attempts import present_lines, restarted
 from verify.readers.found import Found, nothing_open
-from verify.readers.lines import MOST, SEATS, distinct, file_lines, holds, named, rank_in, unusable
+from verify.readers.lines import MOST, SEATS, distinct, holds, named, rank_in, unusable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ def of_logs(paths: Sequence[Path]) -> Found:
     log = _Log()
     for path in distinct(paths):
         log.take(path)
-    if not log.lines:
+    if not log.lines and not any(map(restarted, paths)):
         raise unusable(WHAT, paths[0], "no line of NCCL_DEBUG_SUBSYS=COLL in it", "set NCCL_DEBUG=INFO as well")
     return log.found(named(paths))
 
@@ -118,7 +119,7 @@ class _Log:
 
     def take(self, path: Path) -> None:
         """Read one log."""
-        for _, line in file_lines(WHAT, path, NEEDLES):
+        for _, line in present_lines(WHAT, path, NEEDLES):
             if (call := _CALL.search(line)) is not None:
                 process = (call["host"], call["pid"])
                 rank = int(call["rank"]) if call["rank"] is not None else rank_in(line, path)

@@ -26,6 +26,7 @@ from kernel.errors import UsageError
 from kernel.record import HOST, Kind, Recording, read, read_run
 from kernel.record.foreign import PROGRAM
 from kernel.record.layout import MAGIC, ORPHANED
+from verify import words
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import LOOK_AGAIN, Found
@@ -459,7 +460,7 @@ class Ring:
             self.unknown.append("its ring is empty")
         elif self.lively:
             age = max(0, self._now_ns - self.newest_ns) / 1e9
-            self.unknown.append(f"moved {age:.1f} s ago: {LOOK_AGAIN}")
+            self.unknown.append(f"moved {words.seconds(age, 1)} ago: {LOOK_AGAIN}")
 
     def _communicator(self, group: str) -> Communicator:
         known = self._comms.get(group)

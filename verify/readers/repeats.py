@@ -48,14 +48,15 @@ _OPENS: Final = 16
 
 
 class Plan(NamedTuple):
-    """Which of the numbers of a row are the record, the collective's and the transfer's sequence numbers, and when it
-    was made, where the entry has them as numbers; and which are times.
+    """Which of the numbers of a row are the record, the collective's and the transfer's sequence numbers, when it was
+    made and when its end was seen, where the entry has them as numbers; and which are times.
     """
 
     record: int | None
     collective: int | None
     transfer: int | None
     created: int | None
+    ended: int | None
     times: tuple[int, ...]
 
 
@@ -216,5 +217,5 @@ def _masked(piece: bytes, names: dict[bytes, str], walk: re.Pattern[bytes]) -> t
     if step is None or len(mask) != len(piece):
         return None
     one, two, three, *times = (found.get(name) for name in FIELDS[:READ])
-    plan = Plan(one, two, three, times[0], tuple(time for time in times if time is not None))
+    plan = Plan(one, two, three, times[0], times[2], tuple(time for time in times if time is not None))
     return int.from_bytes(mask, "little"), Struct("".join(form)), plan

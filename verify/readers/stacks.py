@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.errors import UsageError
 from verify.events import Site
 from verify.readers import plain_json
+from verify.readers.attempts import present_lines, restarted
 from verify.readers.found import Found, Stack
 from verify.readers.lines import MOST, file_lines, goes_on, holds, rank_in, rank_of_file, unusable, whole_file
 
@@ -76,7 +77,12 @@ class StacksReader:
         if first[:1] == "{" or (first[:1] == "[" and not re.match(r"\[[a-z]+\s?\d+\]:", first)):
             stacks = from_json(whole_file(WHAT, path), path)
         else:
-            stacks = from_lines((line for _, line in file_lines(WHAT, path)), path, over=True)
+            try:
+                stacks = from_lines((line for _, line in present_lines(WHAT, path)), path, over=True)
+            except UsageError:
+                if not restarted(path):
+                    raise
+                stacks = []
         return found(path.name, stacks)
 
     def read_all(self, paths: Sequence[Path]) -> Found:

@@ -65,7 +65,8 @@ class Tracebacks:
     """See the module. raised: rank -> how it left. after: rank -> what it raised as another one was gone.
 
     remarks: of a rank. perhaps: rank -> what it logged and may have left by, though more
-    follows. more: rank -> lines after the traceback that it left by, of which it is not clear what they are.
+    follows. more: rank -> lines after the traceback that it left by, of which it is not clear what they are. wrote_on:
+    the same of one that is in `after`.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class Tracebacks:
         self.remarks: list[tuple[int, str]] = []
         self.perhaps: dict[int, str] = {}
         self.more: Counter[int] = Counter()
+        self.wrote_on: Counter[int] = Counter()
         self.log()
 
     def log(self) -> None:
@@ -149,9 +151,14 @@ class Tracebacks:
         """A line after the traceback of a rank."""
         if goes_on(text):
             self.after.pop(rank, None)
+            self.wrote_on.pop(rank, None)
             return self._drop(rank, ", and went on")
         # Of what is raised as others are gone, it does not matter whether it ended the rank.
-        if rank in self.raised and not text.startswith((" ", "\t")) and not _TAIL.match(text):
+        if text.startswith((" ", "\t")) or _TAIL.match(text):
+            return False
+        if rank in self.after:
+            self.wrote_on[rank] += 1
+        if rank in self.raised:
             self.more[rank] += 1
             if self.more[rank] > FEW:
                 self.perhaps[rank] = _told(*self.raised[rank])

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
-from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, Found, Named, nothing_open
+from verify.readers.attempts import attempt_in, present_lines, restarted
+from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, PERHAPS_BY_IT, Found, Named, nothing_open
 from verify.readers.lines import MOST, file_lines, holds, named, rank_in, rank_of_file, unusable
-from verify.readers.tracebacks import FIRST, Tracebacks
+from verify.readers.tracebacks import FEW, FIRST, Tracebacks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -112,7 +113,7 @@ def of_logs(paths: Sequence[Path]) -> Found:
     for path in paths:
         lines.take(path)
     lines.traces.settle()
-    if not (lines.kept or lines.traces.raised or lines.traces.after):
+    if not (lines.kept or lines.traces.raised or lines.traces.after or any(map(restarted, paths))):
         raise unusable(WHAT, paths[0], "no line of a watchdog in it", "give the stderr of the ranks")
     return lines.found(named(paths))
 
@@ -129,11 +130,19 @@ class _Lines:
         self.transfers: set[tuple[int, int]] = set()
         """(rank, number) of sends and receives that timed out."""
         self.traces = Tracebacks()
+        self.perhaps_again: set[int] = set()
+        """Ranks that may have been started again after the exception by which they left."""
 
     def take(self, path: Path) -> None:
         """Read one log."""
         self.traces.log()
-        for _, line in file_lines(WHAT, path):
+        before = set(self.traces.raised)
+        self._take(path)
+        if attempt_in(WHAT, path).silent:
+            self.perhaps_again |= self.traces.raised.keys() - before
+
+    def _take(self, path: Path) -> None:
+        for _, line in present_lines(WHAT, path):
             if self.kept >= MOST:
                 return
             rank = rank_in(line, path)
@@ -192,7 +201,7 @@ class _Lines:
             for rank, (text, site) in sorted(self.traces.raised.items())
         ]
         unknown = [
-            f"{source}: rank {rank} logged {text}; it may have left by it"
+            f"{source}: rank {rank} logged {text}; {PERHAPS_BY_IT}"
             for rank, text in sorted(self.traces.perhaps.items()) if rank not in self.traces.raised
         ]  # fmt: skip
         if self.groups:
@@ -222,7 +231,7 @@ class _Lines:
                 *((rank, f"{AFTER}{text}") for rank, text in sorted(self.traces.after.items())),
                 *dict.fromkeys(self.traces.remarks),
             ),
-            undated=frozenset(self.traces.more),
+            undated=frozenset(self.traces.more) | self.perhaps_again,
             traced=frozenset((rank, text) for rank, (text, _) in self.traces.raised.items()),
             overdue=frozenset(self._overdue()),
         )  # fmt: skip
@@ -231,7 +240,9 @@ class _Lines:
         """Ranks whose watchdog, or whose call itself, gave up waiting."""
         yield from (rank for rank, _ in (*self.timeouts, *self.transfers))
         yield from (rank for group in self.groups.values() for rank in group.status)
-        yield from (rank for rank, text in self.traces.after.items() if _TIMED_OUT.search(text))
+        # What was caught ended nobody, and who writes on may wait in a later call.
+        left = {rank: text for rank, text in self.traces.after.items() if self.traces.wrote_on[rank] <= FEW}
+        yield from (rank for rank, text in left.items() if _TIMED_OUT.search(text))
 
     def _open(self, name: Name, rank: int, seq: int) -> bool:
         """Whether a rank may wait in the call of this number, as far as its status tells."""
