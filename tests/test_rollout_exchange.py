@@ -20,9 +20,9 @@ def _everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_installed", lambda _: True)
 
 
-def resolved(asked: str, dtype: str = "bfloat16", **sizes: int) -> tuple[World, Any]:
+def resolved(asked: str, dtype: str = "bfloat16", max_ctas: int | None = None, **sizes: int) -> tuple[World, Any]:
     config = SimpleNamespace(**({"experts": 64, "hidden_size": 2560, "experts_per_token": 8} | sizes))
-    options = DeviceOptions("cuda", dtype=dtype, exchange=asked)
+    options = DeviceOptions("cuda", dtype=dtype, exchange=asked, max_ctas=max_ctas)
     return exchange.resolve(options, config, WORLD, prefill_tokens=512, rows=32)
 
 
@@ -44,9 +44,15 @@ def test_what_is_asked_for_changes_the_program() -> None:
 @pytest.mark.parametrize(
     ("dtype", "sizes", "said"),
     [("float32", {}, "numbers of 4 bytes"), ("bfloat16", {"hidden_size": 96}, "hidden size 96"),
-     ("bfloat16", {"experts_per_token": 16}, "top-16"), ("bfloat16", {"experts": 256}, "SMs of 132")],
+     ("bfloat16", {"experts_per_token": 16}, "top-16"), ("bfloat16", {"experts": 256}, "SMs of 132"),
+     ("bfloat16", {"experts": 96}, r"151 SMs of 132 \(96 of .* 32 of NCCL\): lower --exchange-sms or --max-ctas")],
 )  # fmt: skip
 def test_what_deep_ep_cannot_do_is_refused_before_ranks_start(dtype: str, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(UsageError, match=rf"--exchange deepep: .*{said}") as caught:
         resolved("deepep", dtype, **sizes)
     assert "\n" not in str(caught.value)
+
+
+def test_fewer_ctas_of_nccl_make_room_for_more_experts() -> None:
+    _, choice = resolved("deepep", experts=96, max_ctas=8)
+    assert choice.substrate == "deepep"

@@ -75,6 +75,11 @@ def low_latency_ctas(experts: int, sms: int, rows: int = 0) -> int:
     return max(-(-experts // each), min(rows, sms))
 
 
+def notify_ctas(ranks: int) -> int:
+    """CTAs of the kernel that opens each of P's dispatches: one for the counts, and one for each rank's rows."""
+    return 1 + min(ranks, PEERS)
+
+
 @dataclass(frozen=True, slots=True)
 class Residency:
     """SMs that kernels which wait for peers may hold at once on one GPU.
@@ -112,9 +117,8 @@ class Residency:
 
 def residency(shape: Shape, *, sms: int, num_sms: int, nccl: int = 0) -> Residency:
     """The rule: low-latency CTAs + P's SMs + (1 + ranks) of its notification + NCCL's CTAs <= SMs."""
-    return Residency(
-        sms, low_latency_ctas(shape.experts, sms, shape.decode_rows), num_sms, 1 + min(shape.ranks, PEERS), nccl
-    )
+    low_latency = low_latency_ctas(shape.experts, sms, shape.decode_rows)
+    return Residency(sms, low_latency, num_sms, notify_ctas(shape.ranks), nccl)
 
 
 @dataclass(frozen=True, slots=True)
