@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from bench.gpu.cells import Cell
 from kernel.errors import UsageError
+from kernel.topology import World
+from rollout.device import DeviceOptions
 from rollout.report_files import write_json
+from rollout.resume import with_defaults
+from rollout.trace_shape import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 SETTINGS = "settings.json"
+KINDS: Final[Mapping[str, type]] = {"world": World, "device": DeviceOptions, "shape": Shape}
+"""Whose fields a setting holds."""
 
 
 class Store:
@@ -76,6 +82,8 @@ def _fields(cell: Cell) -> dict[str, Any]:
 
 
 def _compare(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, kind in KINDS.items():
+        found, wanted = ({**each, name: with_defaults(each.get(name), kind)} for each in (found, wanted))
     for name in sorted({*found, *wanted}):
         if found.get(name) != wanted.get(name):
             raise UsageError(
