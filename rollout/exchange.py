@@ -12,6 +12,7 @@ from kernel.errors import UsageError
 from kernel.exchange import deep_ep
 from kernel.exchange.choose import NEEDS, Choice, Situation, choose, world_refuses
 from kernel.exchange.shape import Shape, agree
+from kernel.exchange.sizes import exchange_bytes
 from kernel.sched.policy import Limits
 from rollout.torchrun import place
 
@@ -86,6 +87,13 @@ def kernels(config: dict[str, Any], of_gpu: int) -> list[occupancy.Kernel]:
         return []
     asked = sms(config["device"]["exchange_sms"])
     return occupancy.exchanges(wanted["substrate"], Shape(**wanted["shape"]), num_sms=asked, sms=of_gpu)
+
+
+def reserved(wanted: dict[str, Any], options: DeviceOptions) -> int:
+    """GPU memory of one rank, in bytes, that the exchange with these `settings` takes, so that KV cannot have it."""
+    if wanted["substrate"] == "none":
+        return 0
+    return exchange_bytes(wanted["substrate"], Shape(**wanted["shape"]), num_sms=sms(options.exchange_sms))
 
 
 def sms(asked: int | None) -> int:

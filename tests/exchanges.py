@@ -101,7 +101,9 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
             torch.cuda.set_device(me.rank)
             me.keep["streams"] = {phase: torch.cuda.Stream(me.rank) for phase in Phase}
             where = dist.FileStore(store, me.world.size)
+            free = torch.cuda.mem_get_info(me.rank)[0]
             made = deep_ep.build(substrate.shape, where, me.rank, me.rank)
+            me.keep["taken"] = free - torch.cuda.mem_get_info(me.rank)[0]
         case "group":  # what NCCL's is made of, with gloo's groups in the place of NCCL's
             join(me, store)
             prefills, decodes = GlooGroup(me.rank), GlooGroup(me.rank)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernel.device.bounded import all_of
-from kernel.exchange.sizes import footprint
+from kernel.exchange.sizes import GRANULE, exchange_bytes, footprint
 from kernel.exchange.states import Place
 from kernel.request import Phase
 from kernel.topology import World
@@ -121,6 +121,17 @@ def test_memory_is_what_the_formulas_say(ranks: Ranks) -> None:
     substrate: Substrate = DEEP_EP
     wanted = footprint(substrate.shape)
     assert ranks.run(sizes) == [(wanted.normal, wanted.low_latency)] * 2
+
+
+def taken(me: Me) -> int:
+    return int(me.keep["taken"])
+
+
+def test_what_it_takes_of_a_gpu_is_what_the_kv_pool_leaves_it(ranks: Ranks) -> None:
+    """NVSHMEM loads its kernels too, and keeps tables of its own: about as much as its own granule leaves unused."""
+    shape = DEEP_EP.shape
+    for each in ranks.run(taken):
+        assert footprint(shape).total < each <= exchange_bytes("deepep", shape) + GRANULE // 2
 
 
 def hints(me: Me, case: tuple[int, int, int, int, int]) -> tuple[int, int]:

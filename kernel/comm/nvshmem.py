@@ -18,6 +18,7 @@ from kernel.errors import PackageMissing, RankLost
 from kernel.exchange.choose import INSTALL
 from kernel.exchange.deep_ep import check_versions
 from kernel.exchange.lifetime import Lifetime
+from kernel.exchange.sizes import GRANULE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def environment(local_experts: int, depth: int = QUEUE_DEPTH) -> Mapping[str, st
         "NVSHMEM_IB_ENABLE_IBGDA": "1",
         "NVSHMEM_IBGDA_NUM_RC_PER_PE": str(local_experts),
         "NVSHMEM_QP_DEPTH": str(depth),
-        "NVSHMEM_CUMEM_GRANULARITY": str(1 << 29),
+        "NVSHMEM_CUMEM_GRANULARITY": str(GRANULE),
         "NVSHMEM_DISABLE_NVLS": "1",
         "NVSHMEM_DISABLE_MNNVL": "1",
         "NVSHMEM_DISABLE_P2P": "0",

@@ -36,6 +36,10 @@ PEERS: Final = 8
 """Ranks of one host."""
 WORKSPACE: Final = 32 * MIB
 """Of every buffer, beside what the formulas give."""
+GRANULE: Final = 512 * MIB
+"""By which NVSHMEM's symmetric heap grows: its default, and what DeepEP asks for (NVSHMEM_CUMEM_GRANULARITY)."""
+PAGE: Final = 2 * MIB
+"""What the driver gives a GPU's memory in."""
 
 
 def _up(n: int, unit: int) -> int:
@@ -63,6 +67,43 @@ def normal_bytes(row_bytes: int, ranks: int, *, num_sms: int = 20, chunk: int = 
     words = 4 * (2 * hosts + 3)
     slot = row_bytes + SOURCE + PLACES * (8 + 4 + 4)
     return _up(rings * (words + chunk * slot), LINE)
+
+
+def symmetric_rows(shape: Shape) -> tuple[int, int]:
+    """Rows of each buffer of D's exchange over torch's symmetric memory: (own ones to send, those that may come).
+
+    A row travels once to each expert that it chose.
+    """
+    here = shape.ranks * shape.decode_rows * min(shape.topk, shape.local)
+    return shape.decode_rows * shape.topk, here
+
+
+def heap_bytes(symmetric: int) -> int:
+    """GPU memory behind `symmetric` bytes of NVSHMEM's heap: whole granules, and one that NVSHMEM has for itself.
+
+    A bound: what is small enough may lie in NVSHMEM's own granule, of which it uses 256 MiB or more.
+    """
+    return GRANULE + _up(symmetric, GRANULE)
+
+
+def mailbox_bytes(ranks: int) -> int:
+    """Symmetric memory of the counts of P's notifications: two words of each rank."""
+    return 2 * 8 * ranks
+
+
+def exchange_bytes(substrate: str, shape: Shape, *, num_sms: int = 20) -> int:
+    """GPU memory of one rank that an exchange keeps while it exists, over all that other substrates have anyway.
+
+    num_sms: of P's kernels, for DeepEP. What an operation returns comes from the allocator, like activations.
+    """
+    if substrate == "symm":
+        words = 8 * 5 * shape.experts
+        return heap_bytes(2 * sum(symmetric_rows(shape)) * shape.row_bytes + words)
+    if substrate != "deepep":
+        return 0
+    buffers = footprint(shape, num_sms=num_sms)
+    heap = heap_bytes(buffers.low_latency + mailbox_bytes(shape.ranks))
+    return heap + _up(buffers.normal + LINE, PAGE) + 2 * WORKSPACE
 
 
 def low_latency_ctas(experts: int, sms: int, rows: int = 0) -> int:

@@ -17,6 +17,7 @@ from kernel.comm.exchange.nccl import nccl
 from kernel.comm.exchange.pair import Exchange
 from kernel.errors import PackageMissing, RankLost
 from kernel.exchange.choose import INSTALL
+from kernel.exchange.sizes import symmetric_rows
 from kernel.exchange.states import LowLatency, Place
 from kernel.ports import Received
 from kernel.request import Phase
@@ -50,8 +51,7 @@ class SymmetricLatency(GraphStates):
     def __init__(self, shape: Shape, memory: Symmetric, dtype: torch.dtype) -> None:
         self._shape, self._memory = shape, memory
         self.states = LowLatency(memory.rank, shape.decode_rows)
-        pairs = shape.decode_rows * shape.topk
-        most = shape.ranks * shape.decode_rows * min(shape.topk, shape.local)
+        pairs, most = symmetric_rows(shape)
         self._sent, self._back = (memory.empty((pairs, shape.hidden), dtype) for _ in range(2))
         self._here, self._results = (memory.empty((most, shape.hidden), dtype) for _ in range(2))
         self._splits = memory.empty((shape.experts,), torch.int64)
