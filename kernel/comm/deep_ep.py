@@ -28,7 +28,6 @@ from kernel.comm.peers import Peers
 from kernel.errors import PackageMissing, UsageError
 from kernel.exchange import deep_ep as limits
 from kernel.exchange.choose import INSTALL
-from kernel.exchange.shape import agree
 from kernel.exchange.states import LowLatency, Normal, Place
 from kernel.ports import Received
 
@@ -71,16 +70,14 @@ def build(
     nccl: int = 0,
     depth: int = QUEUE_DEPTH,
 ) -> Exchange:
-    """Both phases' exchanges on GPU `index`. All ranks call it together, before a graph is captured.
+    """Both phases' exchanges on GPU `index`. All ranks call it together with one shape, before a graph is captured.
 
     store: a torch.distributed store that all ranks reach. num_sms: SMs of P's kernels, even. nccl: CTAs of NCCL's
     largest collective beside them, for the budget.
-    Raises UsageError (the rule of DeepEP that is broken, and the knob), PackageMissing, VersionMismatch, PeersDiffer,
-    RankLost.
+    Raises UsageError (the rule of DeepEP that is broken, and the knob), PackageMissing, VersionMismatch, RankLost.
     """
     package = library()
     peers = Peers(store, rank, shape.ranks, "expert exchange")
-    agree(rank, shape, peers.all_gather("its shape", shape.encode()))
     processors = torch.cuda.get_device_properties(index).multi_processor_count
     limits.check(shape, num_sms=num_sms, sms=processors, nccl=nccl, queue_depth=depth)
     _reachable(peers, index)
@@ -102,7 +99,21 @@ class PendingDispatch:
         self.experts, self.layout, self.event = experts, layout, event
 
 
-class DeepEpNormal(NormalStates):
+class _Buffered:
+    """What owns a buffer of DeepEP. buffer: DeepEP's own; None once closed."""
+
+    buffer: Any
+    _index: int
+
+    def _destroy(self) -> None:
+        """Let the buffer go; it goes when all peers have. Idempotent."""
+        if self.buffer is not None:
+            torch.cuda.set_device(self._index)  # of this thread: closing has one of its own
+            buffer, self.buffer = self.buffer, None
+            buffer.destroy()
+
+
+class DeepEpNormal(NormalStates, _Buffered):
     """`kernel.ports.NormalExchange` by a buffer of NVLink memory. Everything is enqueued behind the current stream."""
 
     def __init__(self, shape: Shape, package: Any, peers: Peers, runtime: Runtime, num_sms: int) -> None:
@@ -114,10 +125,9 @@ class DeepEpNormal(NormalStates):
             for each in (self.configs.dispatch, self.configs.combine)
         )
         """NVLink memory, in bytes."""
-        self.buffer: Any = package.Buffer(
+        self.buffer = package.Buffer(
             None, num_nvl_bytes=self.nbytes, low_latency_mode=False, explicitly_destroy=True, comm=peers
         )
-        """DeepEP's own; None once closed."""
         self.states = Normal(peers.rank, shape.prefill_rows)
         self._mailbox = Mailbox(runtime)
         self._fetch = CountsFetch(peers.rank, torch.device("cuda", runtime.index))
@@ -174,15 +184,12 @@ class DeepEpNormal(NormalStates):
         return total[: pending.rows]
 
     def close(self) -> None:
-        """See the port. Peers take part: the buffer goes when all of them let go."""
+        """See the port. Peers take part."""
         self._fetch.close()
-        if self.buffer is not None:
-            torch.cuda.set_device(self._index)  # of this thread: closing has one of its own
-            buffer, self.buffer = self.buffer, None
-            buffer.destroy()
+        self._destroy()
 
 
-class DeepEpLowLatency(GraphStates):
+class DeepEpLowLatency(GraphStates, _Buffered):
     """`kernel.ports.LowLatencyExchange` by a buffer of symmetric memory.
 
     What comes lies by expert, in `local x (ranks x rows)` places of which each expert's first ones are taken; `combine`
@@ -195,7 +202,7 @@ class DeepEpLowLatency(GraphStates):
             shape.decode_rows, shape.hidden, shape.ranks, shape.experts
         )
         """Symmetric memory, in bytes."""
-        self.buffer: Any = package.Buffer(
+        self.buffer = package.Buffer(
             None,
             num_rdma_bytes=self.nbytes,
             low_latency_mode=True,
@@ -203,7 +210,6 @@ class DeepEpLowLatency(GraphStates):
             explicitly_destroy=True,
             comm=peers,
         )
-        """DeepEP's own; None once closed."""
         self.states = LowLatency(peers.rank, shape.decode_rows)
         places = torch.arange(shape.ranks * shape.decode_rows, device=f"cuda:{index}")
         self._places = places.unsqueeze(0)
@@ -244,10 +250,7 @@ class DeepEpLowLatency(GraphStates):
     def close(self) -> None:
         """See the port. Peers take part."""
         self.states.close()
-        if self.buffer is not None:
-            torch.cuda.set_device(self._index)
-            buffer, self.buffer = self.buffer, None
-            buffer.destroy()
+        self._destroy()
 
 
 def _whole(rows: Tensor, scales: Tensor) -> Tensor:
