@@ -43,8 +43,7 @@ EXCHANGE: Final = (
     ),
     Mutant(
         "counts not awaited", "P submits data when the permit is there, whatever its peers have said", RULE, "exchange",
-        (Change("kernel.step:_Notified.__await__", "            counts = yield Suspend(event=self._pending.event)",
-                "counts = None"),),
+        (Change("kernel.step:_Notified.__await__", "            yield Suspend(event=self._pending.event)", "pass"),),
         world=SPLIT, capacity=4,
     ),
     Mutant(

@@ -32,6 +32,8 @@ from kernel.exchange.states import LowLatency, Normal, Place
 from kernel.ports import Received
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kernel.comm.exchange.wire import Matrix
@@ -151,10 +153,14 @@ class DeepEpNormal(NormalStates, _Buffered):
         self._last = pending = PendingDispatch(number, place, count, experts, layout, event)
         return pending
 
+    def arriving(self, pending: PendingDispatch) -> Sequence[int]:
+        """See the port. The event's value is the words that came for this rank alone."""
+        return self._mailbox.counts(value_of(pending.event))
+
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
-        arriving = sum(self._mailbox.counts(value_of(pending.event)))
+        arriving = sum(self.arriving(pending))
         self._room = max(1, arriving)
         per_rank, _, per_expert, in_rank, _ = pending.layout
         experts = pending.experts
