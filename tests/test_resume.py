@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.gpu.cells import Cell
 from bench.gpu.store import Store
 from kernel.errors import UsageError
 from kernel.topology import World
@@ -98,8 +99,8 @@ def test_a_campaign_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     now = {"world": asdict(WORLD), "device": asdict(DeviceOptions("cuda")), "shape": asdict(Shape()), "rows": 64}
     before = json.loads(json.dumps(now))
     del before["world"]["exchange"], before["device"]["exchange"], before["shape"]["context_scale"]
-    Store(tmp_path / "before", before)
-    Store(tmp_path / "now", now, [tmp_path / "before"])
+    Store(tmp_path / "before", before, Cell)
+    Store(tmp_path / "now", now, Cell, [tmp_path / "before"])
     other = {**now, "device": asdict(DeviceOptions("cuda", exchange="nccl"))}
     with pytest.raises(UsageError, match="before: its cells were measured with device"):
-        Store(tmp_path / "other", other, [tmp_path / "before"])
+        Store(tmp_path / "other", other, Cell, [tmp_path / "before"])
