@@ -187,6 +187,7 @@ def test_two_invocations_on_cpu_ranks_measure_the_grid_once(tmp_path: Path, capf
     [
         (["--model", "x", "--device", "cpu", "--weights", "fp8"], "--quantization applies to --device cuda only"),
         (["--model", "x", "--device", "cpu", "--weights", "plain", "--policies", "fin"], "did you mean fine"),
+        (["--model", "nowhere", "--device", "cpu", "--weights", "plain"], "nowhere: no such directory"),
     ],
 )
 def test_unusable_commands_are_one_line(

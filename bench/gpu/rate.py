@@ -25,6 +25,7 @@ from kernel.errors import TurnstileError, UsageError
 from kernel.exchange.choose import CHOICES
 from kernel.sched import registry
 from kernel.sched.policy import Limits
+from models.config import read_config
 from rollout import report_files
 from rollout.device import QUANTIZATIONS
 
@@ -81,7 +82,7 @@ async def campaign(
                     while (now := following(up)) is not None and now.ranks == up:
                         records = given.records or given.out / "records"
                         await ladder.measured(engine, settings, now, store, readers, records, about)
-            except (TurnstileError, BaseExceptionGroup) as error:
+            except (TurnstileError, ExceptionGroup) as error:
                 # The others may do well; and whoever gives the command again tries these again.
                 broken.add(up)
                 wrong.append(f"{up}: {ladder.said(error)}")
@@ -96,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, grid, given = parse(argv)
         for policy in grid.policies:
             registry.create(policy, Limits(settings.world.size, settings.world.adp, 4))
+        if not given.model.endswith(".json"):
+            read_config(given.model)
         store = Store(given.out, settings.fixed, RateCell, given.earlier)
         wrong: list[str] = []
         if not given.report:
