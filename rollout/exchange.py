@@ -85,8 +85,9 @@ def kernels(config: dict[str, Any], of_gpu: int) -> list[occupancy.Kernel]:
     wanted = config["exchange"]
     if wanted["substrate"] == "none":
         return []
-    asked = sms(config["device"]["exchange_sms"])
-    return occupancy.exchanges(wanted["substrate"], Shape(**wanted["shape"]), num_sms=asked, sms=of_gpu)
+    options, shape = config["device"], Shape(**wanted["shape"])
+    asked = sms(options["exchange_sms"])
+    return occupancy.exchanges(wanted["substrate"], shape, num_sms=asked, sms=of_gpu, nccl=options["max_ctas"])
 
 
 def reserved(wanted: dict[str, Any], options: DeviceOptions) -> int:

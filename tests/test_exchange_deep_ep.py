@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kernel.comm.deep_ep import DeepEpLowLatency  # noqa: E402
+from kernel.comm.deep_ep import DeepEpLowLatency, DeepEpNormal, PendingDispatch  # noqa: E402
 from kernel.comm.nvshmem import Mailbox  # noqa: E402
+from kernel.device.worker import Completion  # noqa: E402
 from kernel.errors import RankLost, StillHeld  # noqa: E402
-from kernel.exchange.states import LowLatency  # noqa: E402
+from kernel.exchange.states import LowLatency, Place  # noqa: E402
 
 
 class Memory:
@@ -63,6 +64,19 @@ def test_another_operation_s_counts_are_nobody_s() -> None:
         mine.counts(first.tolist())
     other.post(torch.tensor([3, 4]), "side")
     assert mine.counts(first.tolist()) == [1, 3]
+
+
+def test_p_is_told_of_the_rows_that_come_from_each_rank() -> None:
+    """Out of the words that a thread has fetched: DeepEP's exchange knows of its own rows alone."""
+    memory = Memory(2)
+    boxes = [Mailbox(memory.runtime(rank)) for rank in range(2)]
+    words = [box.post(torch.tensor(row), "side") for box, row in zip(boxes, ([5, 7], [0, 9]), strict=True)]
+    for rank, wanted in enumerate(([5, 0], [7, 9])):
+        normal: Any = object.__new__(DeepEpNormal)
+        normal._mailbox = boxes[rank]
+        event: Completion[Any] = Completion()
+        event.succeed(words[rank].tolist())
+        assert normal.arriving(PendingDispatch(1, Place(0, 0), 3, None, None, event)) == wanted  # type: ignore[arg-type]
 
 
 def test_a_buffer_goes_once_on_its_own_gpu_and_not_under_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ PAIRED = Shape(ranks=2, experts=64, hidden=2560, topk=8, prefill_rows=2048, deco
 
 
 def sum_of(substrate: str, shape: Shape = PAIRED, *, nccl: int | None = None, num_sms: int = 20, **more: int) -> Budget:
-    kernels = exchanges(substrate, shape, num_sms=num_sms, sms=132)
+    kernels = exchanges(substrate, shape, num_sms=num_sms, sms=132, nccl=nccl)
     return check(132, [*collectives(nccl, nccl, routed=True), *kernels], where="rank 1: ", **more)
 
 
@@ -94,6 +94,11 @@ def test_each_substrate_s_kernels_are_in_the_sum() -> None:
     assert sum_of("deepep", nccl=0, num_sms=2) == Budget(132, 64, 3), "its notification is the largest then"
     assert sum_of("symm") == Budget(132, SYMMETRIC_CTAS, 32)
     assert sum_of("nccl") == sum_of("local") == Budget(132, 32, 32)
+    assert sum_of("nccl", nccl=17) == Budget(132, 32, 32), "a power of two, unlike its collectives"
+    assert sum_of("nccl", nccl=16) == Budget(132, 16, 16)
+    assert sum_of("symm", nccl=3) == Budget(132, SYMMETRIC_CTAS, 4)
+    with pytest.raises(UsageError, match=r"64 of D's exchange over symmetric memory \+ 80 of prefill's share"):
+        sum_of("symm", nccl=8, prefill_sms=80)
 
 
 @pytest.mark.parametrize(

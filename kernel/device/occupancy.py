@@ -66,16 +66,23 @@ def collectives(decode: int | None, prefill: int | None, *, routed: bool) -> lis
     return [kernel for kernel in found if kernel.ctas]
 
 
-def exchanges(substrate: str, shape: Shape, *, num_sms: int, sms: int) -> list[Kernel]:
-    """The kernels of an expert exchange on a GPU of `sms` SMs. num_sms: of P's, for DeepEP.
+def exchanges(substrate: str, shape: Shape, *, num_sms: int, sms: int, nccl: int | None = None) -> list[Kernel]:
+    """The kernels of an expert exchange on a GPU of `sms` SMs. num_sms: of P's, for DeepEP. nccl: as of `collectives`.
 
-    What goes over NCCL is counted with its communicators. DeepEP runs P's kernels on a stream of its own, and ours
-    waits for counts on another; but P's stream stands before what it handed over, so they count as P's. That stream is
-    in no green context: a share of prefill's bounds them only because what does not fit in it is refused.
+    NCCL's all-to-all takes a power of two of CTAs, the next one above what its collectives may. DeepEP runs P's kernels
+    on a stream of its own, and ours waits for counts on another; but P's stream stands before what it handed over, so
+    they count as P's. That stream is in no green context: a share of prefill's bounds them only because what does not
+    fit in it is refused.
     """
+    rows = 1 << ((NCCL_CTAS if nccl is None else nccl) - 1).bit_length()
+    if substrate == "nccl":
+        return [Kernel(f"{phase}'s exchange over NCCL", phase, rows) for phase in Phase]
     if substrate == "symm":
         knob = "D's by --exchange nccl"
-        return [Kernel("D's exchange over symmetric memory", Phase.D, min(SYMMETRIC_CTAS, sms), knob)]
+        return [
+            Kernel("D's exchange over symmetric memory", Phase.D, min(SYMMETRIC_CTAS, sms), knob),
+            Kernel("P's exchange over NCCL", Phase.P, rows),
+        ]
     if substrate != "deepep":
         return []
     decode = low_latency_ctas(shape.experts, sms, shape.decode_rows)
