@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from kernel.journal import Journal, groups
 from kernel.program import Op, Program
-from kernel.record import Kind, Recorder, Recording, ring_path
+from kernel.record import Kind, Recorder, ring_path
 from kernel.record.reader import read_run
 from kernel.request import Phase, SamplingParams
 from kernel.sched.policy import Plan
 from kernel.topology import World
+from tests.splits import dispatches, told
 from verify.blame import Class
 from verify.hang.diagnosis import diagnose_found
 from verify.hang.text import as_text
@@ -47,19 +48,6 @@ def journals(out: Path, world: World, age_s: float = 60.0) -> list[Journal]:
         )
         for rank in range(world.size)
     ]
-
-
-def told(recording: Recording) -> list[tuple[str, int]]:
-    return [(event.group, event.seq) for event in recording.events if event.kind is Kind.SIZES]
-
-
-def dispatches(recording: Recording) -> dict[tuple[str, int], int]:
-    """P's dispatches that were enqueued -> rows of all replicas."""
-    return {
-        (event.group, event.seq): event.a
-        for event in recording.events
-        if event.kind is Kind.ENQUEUE and event.text == Op.DISPATCH and event.phase == "P"
-    }
 
 
 @pytest.mark.parametrize("policy", ["fine", "fine:span=2", "normal", "global_enqueue", "lean"])
