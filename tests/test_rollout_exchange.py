@@ -31,8 +31,11 @@ def test_by_default_there_is_none_and_the_reason_says_what_could_be_had() -> Non
     assert (world.splits, choice.substrate) == (False, "none")
     assert choice.reason.startswith("collectives; --exchange deepep could be had")
     _, choice = resolved("auto", hidden_size=64)
-    assert "--exchange symm could be had" in choice.reason
+    assert "--exchange nccl could be had" in choice.reason
     assert "hidden size 64" in choice.reason
+    assert "no symm: torch's exchange over symmetric memory takes 16 experts a rank at most, not 32" in choice.reason
+    _, choice = resolved("auto", hidden_size=64, experts=32)
+    assert "--exchange symm could be had" in choice.reason
 
 
 def test_what_is_asked_for_changes_the_program() -> None:
@@ -56,3 +59,9 @@ def test_what_deep_ep_cannot_do_is_refused_before_ranks_start(dtype: str, sizes:
 def test_fewer_ctas_of_nccl_make_room_for_more_experts() -> None:
     _, choice = resolved("deepep", experts=96, max_ctas=8)
     assert choice.substrate == "deepep"
+
+
+def test_symmetric_memory_with_more_experts_than_its_kernel_has_warps_is_refused_before_ranks_start() -> None:
+    with pytest.raises(UsageError, match=r"--exchange symm: .* takes 16 experts a rank at most, not 32: choose nccl"):
+        resolved("symm")
+    assert resolved("symm", experts=32)[1].substrate == "symm"
