@@ -24,7 +24,7 @@ help:
 	@echo "make test              the tests, about five minutes"
 	@echo "make lint              ruff, mypy, import-linter"
 	@echo "make test-all          the tests with longer searches and everything that needs more of the machine"
-	@echo "make test-spin         a model of the turnstile, judged by the model checker SPIN"
+	@echo "make test-spin         models of the turnstile and of the split dispatch, judged by the model checker SPIN"
 	@echo "make test-deep         grids of cases too long for continuous integration"
 	@echo "make test-gpu PY=...   the tests that need a CUDA device, with the interpreter given, as it is"
 	@echo "make bench             measurements, into bench/results"

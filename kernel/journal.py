@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from typing import TYPE_CHECKING
 
+from kernel.program import Op
 from kernel.record import HOST, Kind, NullRecorder, Recorder
 from kernel.record.layout import FORM
 from kernel.request import Phase
@@ -28,6 +30,10 @@ class Journal:
     def __init__(self, recorder: Recorder | NullRecorder) -> None:
         self._enqueued: dict[_Key, int] = {}
         self._started: dict[_Key, int] = {}
+        self._uncounted: deque[tuple[Call, int]] = deque()
+        """P's dispatches, with their numbers, that were enqueued before their counts were known: of a wide segment."""
+        self._counted: Call | None = None
+        """P's dispatch whose counts were known before it was enqueued."""
         self._running: set[Phase] = set()
         self._abandoned: set[Phase] = set()
         self._exchanges = 0
@@ -69,6 +75,9 @@ class Journal:
     def plan(self, plan: Plan, digest: int) -> None:
         """This round's plan."""
         self.round, self.epoch = plan.round, plan.epoch
+        if plan.activate >= 0:  # what an epoch that failed has left
+            self._uncounted.clear()
+            self._counted = None
         self._write(Kind.PLAN, 0, 0, plan.round, plan.activate, digest, plan.bucket, 0)
 
     def exchange(self, tag: str, leaves: bool) -> None:
@@ -126,6 +135,11 @@ class Journal:
             key = (phase, call.role)
             sequence = self._enqueued[key] = self._enqueued.get(key, 0) + 1
             self._collective(Kind.ENQUEUE, key, call, sequence, size)
+            if call.op is Op.DISPATCH and phase is Phase.P:
+                if call == self._counted:
+                    self._counted = None
+                else:
+                    self._uncounted.append((call, sequence))
 
     def device(self, phase: Phase, label: str, what: str, time_ns: int = 0) -> None:
         """The device starts or finishes a submission, or it fails; `what` says which. time_ns: when, 0 for now."""
@@ -163,10 +177,17 @@ class Journal:
         self._collective(Kind.FINISH if finished else Kind.START, key, call, self._started[key], size)
 
     def splits(self, phase: Phase, call: Call, rows: Sequence[int]) -> None:
-        """The rows that each member will receive in `call`, the next one of its communicator to start."""
+        """The rows that each member sends this rank in `call`, a dispatch of P whose counts are here now.
+
+        It is the next one of the enqueued segment or, at its end, the next one to be enqueued.
+        """
         key = (phase, call.role)
+        if self._uncounted and self._uncounted[0][0] == call:
+            _, number = self._uncounted.popleft()
+        else:
+            self._counted, number = call, self._enqueued.get(key, 0) + 1
         if phase not in self._abandoned:
-            self._recorder.sizes(self._group(key), self._started.get(key, 0) + 1, rows)
+            self._recorder.sizes(self._group(key), number, rows)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

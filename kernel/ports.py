@@ -96,7 +96,7 @@ class Pending(Protocol):
     def event(self) -> Event[Any]:
         """Done when the counts of all peers are here; await it through `step.ready`. Raises what went wrong.
 
-        Its value: rows from each rank (first) to each rank (second), or None where a substrate keeps them to itself.
+        Its value is the substrate's own, which `NormalExchange.arriving` reads.
         """
 
 
@@ -112,6 +112,9 @@ class NormalExchange(Protocol):
 
         experts: [n, k] int64, global. Raises DispatchPending, BufferRetired, RowLimit.
         """
+
+    def arriving(self, pending: Any) -> Sequence[int]:
+        """Rows that will come here from each rank; for a pending dispatch whose counts are here, and are told."""
 
     def permit(self, pending: Any) -> None:
         """The turnstile lets P pass the boundary behind this notification; `kernel.step` calls it there.

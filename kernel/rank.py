@@ -253,7 +253,7 @@ class Rank:
         def splits(call: Call, rows: Sequence[int]) -> None:
             journal.splits(phase, call, rows)
 
-        deferred = self.ports.device.deferred and bool(state.program.calls)
+        calls = bool(state.program.calls)
         return Step(
             state.program,
             self.rank,
@@ -262,11 +262,11 @@ class Rank:
             state.collectives,
             self.ports.device.layout,
             state.route,
-            watch if deferred else None,
+            watch if calls and self.ports.device.deferred else None,
             normal=state.normal,
             low_latency=state.low_latency,
             number=number,
-            splits=splits if deferred else None,
+            splits=splits if calls else None,
         )
 
     # -- what a gate may do -------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ Watch = Callable[[Call, bool], None]
 """Told of each collective as it starts (False) and finishes (True)."""
 
 Splits = Callable[[Call, Sequence[int]], None]
-"""Told of the rows that each member will receive in a dispatch, once they are known."""
+"""Told of the rows that will come here from each member in a dispatch, once they are known."""
 
 
 class _Passed:
@@ -70,14 +70,14 @@ class _Notified:
     __slots__ = ("_counted", "_index", "_normal", "_pending")
 
     def __init__(
-        self, index: int, normal: NormalExchange | None, pending: Pending | None, counted: Callable[[Any], None]
+        self, index: int, normal: NormalExchange | None, pending: Pending | None, counted: Callable[[], None]
     ) -> None:
         self._index, self._normal, self._pending, self._counted = index, normal, pending, counted
 
     def __await__(self) -> Generator[Suspend, Any, None]:
         if self._pending is not None:
-            counts = yield Suspend(event=self._pending.event)
-            self._counted(counts)
+            yield Suspend(event=self._pending.event)
+            self._counted()
         yield Suspend(index=self._index)
         if self._normal is not None and self._pending is not None:
             self._normal.permit(self._pending)
@@ -220,14 +220,16 @@ class Step:
         Awaiting it may suspend P, never D.
         """
 
-        def counted(counts: Any) -> None:
+        pending = self._pending
+
+        def counted() -> None:
             if (call := self._call(Site.GATHER, layer, Op.NOTIFY)) is not None:
                 self._end(call)
             following = self._call(Site.DISPATCH, layer, Op.DISPATCH)
-            if self._splits is not None and following is not None and counts is not None:
-                self._splits(following, [sum(column) for column in zip(*counts, strict=True)])
+            if self._splits is not None and following is not None:
+                self._splits(following, self._p_exchange().arriving(pending))
 
-        return _Notified(layer * self._world.cuts + 1, self._normal, self._pending, counted)
+        return _Notified(layer * self._world.cuts + 1, self._normal, pending, counted)
 
     def dispatch(self, layer: int, rows: Tensor, weights: Tensor) -> Received:
         """Send rows [mine, hidden], with the experts named in `notify` and their weights [mine, k]; what came here."""

@@ -120,8 +120,10 @@ class Engine:
         registry.create(self._spec, self._limits)  # a policy that cannot be used is refused before ranks start
         if options.compiled:
             options.check_installed(build=False)
+        wanted = exchange.settings(self.exchange, self.config, options, self._limits, self.world)
         if options.device == "cuda":
-            sizes["kv_tokens"] = self._on_gpus(options, kv_tokens, prefill_tokens, block_size)
+            reserved = exchange.reserved(wanted, options)
+            sizes["kv_tokens"] = self._on_gpus(options, kv_tokens, prefill_tokens, block_size, reserved)
         else:
             host_memory.check(
                 self.config,
@@ -144,7 +146,7 @@ class Engine:
             "blocks": self._pool // block_size,
             "block_size": block_size,
             "device": asdict(options),
-            "exchange": exchange.settings(self.exchange, self.config, options, self._limits, self.world),
+            "exchange": wanted,
             "environment": options.environment(),
             "hidden": self.config.hidden_size,
             "threads": threads,
@@ -299,8 +301,13 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _on_gpus(self, options: DeviceOptions, kv_tokens: int | None, prefill_tokens: int, block_size: int) -> int:
-        """The KV pool of a replica, in tokens; raises UsageError unless this host can serve the world."""
+    def _on_gpus(
+        self, options: DeviceOptions, kv_tokens: int | None, prefill_tokens: int, block_size: int, reserved: int
+    ) -> int:
+        """The KV pool of a replica, in tokens; raises UsageError unless this host can serve the world.
+
+        reserved: bytes of a rank that its expert exchange keeps.
+        """
         options.check_installed()
         found = gpus.check_host(self.world.size)
         return memory.kv_tokens(
@@ -311,6 +318,7 @@ class Engine:
             prefill_tokens=prefill_tokens,
             block_size=block_size,
             asked=kv_tokens,
+            exchange=reserved,
         )
 
     def _across_hosts(self, here: Place) -> HostsLauncher:

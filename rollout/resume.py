@@ -8,13 +8,16 @@ run's makespan is that of both parts, without the time between them and with the
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel import files
 from kernel.errors import UsageError
+from kernel.topology import World
+from rollout.device import DeviceOptions
 from rollout.replay import read_rows
 from rollout.report.files import write
+from rollout.trace.shape import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +31,8 @@ LARGEST: Final = 16 << 20
 SAME: Final = ("world", "device", "device_options", "policies", "trace", "repeat", "max_concurrency", "kv_tokens",
                "prefill_tokens", "rows", "model_sha256")  # fmt: skip
 """Entries of run.json that must not change."""
+KINDS: Final[Mapping[str, type]] = {"world": World, "device_options": DeviceOptions, "trace": Shape}
+"""Whose fields an entry holds. A field that a later version added had, before it, what is its default now."""
 
 
 def check(out: Path, about: Mapping[str, Any]) -> None:
@@ -47,7 +52,11 @@ def check(out: Path, about: Mapping[str, Any]) -> None:
     if found.get("status") == "complete":
         raise UsageError(f"--resume: the run in {out} is complete: there is nothing left to do")
     wanted: dict[str, Any] = json.loads(json.dumps(dict(about)))
-    for name in SAME:
+    known = "model_sha256" in found
+    found, wanted = _comparable(found), _comparable(wanted)
+    for name in (*SAME, "exchange", *(() if known else ("model",))):
+        if name == "model_sha256" and not known:
+            continue  # of a version that did not take it down
         old, new = found.get(name), wanted.get(name)
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):  # only what differs in it
@@ -60,6 +69,29 @@ def check(out: Path, about: Mapping[str, Any]) -> None:
                 f"--resume: the run in {out} has {name} {old!r}, and this command says {new!r}: give the arguments of"
                 " its first command (run.json has them)"
             )
+
+
+def with_defaults(found: Any, kind: type) -> Any:
+    """The fields of a `kind` that a file holds, with the defaults of those that it was written too early to have."""
+    if not isinstance(found, dict):
+        return found
+    usual = {each.name: each.default for each in fields(kind) if each.default is not MISSING}
+    return {**usual, **found}
+
+
+def _comparable(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries as this version would have written them; of an exchange and a model, what makes runs differ."""
+    found = {"device": "cpu", **about}
+    for name, kind in KINDS.items():
+        if name in found:
+            found[name] = with_defaults(found[name], kind)
+    exchange, model, options = (found.get(name) for name in ("exchange", "model", "device_options"))
+    found["exchange"] = exchange.get("substrate") if isinstance(exchange, dict) else "none"
+    if isinstance(model, dict):
+        found["model"] = {name: model.get(name) for name in ("type", "layers")}
+    if isinstance(options, dict):  # what was asked for matters by what it came to
+        found["device_options"] = {name: value for name, value in options.items() if name != "exchange"}
+    return found
 
 
 def rows(path: Path) -> list[Row]:

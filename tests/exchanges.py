@@ -101,7 +101,9 @@ def build(me: Me, substrate: Substrate, store: str) -> None:
             torch.cuda.set_device(me.rank)
             me.keep["streams"] = {phase: torch.cuda.Stream(me.rank) for phase in Phase}
             where = dist.FileStore(store, me.world.size)
+            free = torch.cuda.mem_get_info(me.rank)[0]
             made = deep_ep.build(substrate.shape, where, me.rank, me.rank)
+            me.keep["taken"] = free - torch.cuda.mem_get_info(me.rank)[0]
         case "group":  # what NCCL's is made of, with gloo's groups in the place of NCCL's
             join(me, store)
             prefills, decodes = GlooGroup(me.rank), GlooGroup(me.rank)
@@ -303,12 +305,22 @@ async def prefill(me: Me, case: Case, *, exact: bool = True) -> str:
         rows, experts, weights = on_device(me, case)
         pending = normal.notify(case.place, experts)
     await pending.event.wait()
+    if (told := list(normal.arriving(pending))) != (wanted := coming(me, case)):
+        return f"rank {me.rank} {case}: told of {told} rows, not {wanted}"
     normal.permit(pending)
     with stream_of(me, Phase.P):
         received = normal.submit(pending, rows, weights)
-        if exact and (told := _inexact(me, case, received)):
-            return told
+        if exact and (wrong := _inexact(me, case, received)):
+            return wrong
         return verdict(me, case, normal.combine(case.place, computed(received, substrate.shape, me.rank)))
+
+
+def coming(me: Me, case: Case) -> list[int]:
+    """Rows of each rank that chose an expert here."""
+    substrate: Substrate = me.keep["substrate"]
+    mine = [drawn(case, substrate, rank)[1] for rank in range(substrate.ranks)]
+    local = substrate.shape.local
+    return [int(((each >= 0) & (each // local == me.rank)).any(1).sum()) for each in mine]
 
 
 def _inexact(me: Me, case: Case, received: Received) -> str:

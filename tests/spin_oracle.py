@@ -89,6 +89,9 @@ ERRORS: Final = {
     r"assertion violated within_permit": Verdict.PERMIT,
     r"assertion violated same_call": Verdict.CALL,
     r"assertion violated .*diverged": Verdict.DIVERGENCE,
+    r"assertion violated behind_counts": Verdict.COUNTS,
+    r"assertion violated not_pending": Verdict.PENDING,
+    r"assertion violated not_retired": Verdict.RETIRED,
 }
 
 

@@ -27,6 +27,12 @@ class Verdict(StrEnum):
     """Ranks meet in a P collective with different calls."""
     DIVERGENCE = "divergence"
     """A rendezvous compared the ranks' plans and they differ."""
+    COUNTS = "data before counts"
+    """P submits data before the counts of its peers are there."""
+    PENDING = "second dispatch"
+    """A buffer is dispatched on while an operation is pending on it."""
+    RETIRED = "retired buffer"
+    """A buffer is used that an abandoned operation has retired."""
     STARVATION = "starvation"
     """A fair run in which what must happen again and again does not."""
 

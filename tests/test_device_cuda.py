@@ -26,6 +26,7 @@ from kernel.device.cuda_route import CudaRoute  # noqa: E402
 from kernel.device.cuda_stream import CudaCompletion, CudaStream  # noqa: E402
 from kernel.device.device_clock import DeviceClock  # noqa: E402
 from kernel.device.faults import Faults, of_device  # noqa: E402
+from kernel.device.occupancy import Kernel  # noqa: E402
 from kernel.errors import DeviceFault, ModelError, OrderViolation, RankLost, UsageError  # noqa: E402
 from kernel.journal import Journal  # noqa: E402
 from kernel.program import Call, Op, Site  # noqa: E402
@@ -438,3 +439,26 @@ def test_without_a_gpu_it_says_so() -> None:
 
     with pytest.raises(UsageError, match=r"rank 1 wants GPU 99, and torch .* sees \d+ of them"):
         CudaDevice(1, 99, {phase: LocalCollectives() for phase in Phase})
+
+
+def test_what_an_exchange_holds_is_in_the_budget_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before a stream is made. 132 SMs: 100 for D's collectives leave 32."""
+    from kernel.device.cuda import CudaDevice
+
+    for name, found in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 1),
+        ("set_device", lambda _: None),
+        ("get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, found)
+    communicators: Any = {Phase.D: SimpleNamespace(ctas=100), Phase.P: SimpleNamespace(ctas=8)}
+    asked: list[int] = []
+
+    def kernels(sms: int) -> list[Kernel]:
+        asked.append(sms)
+        return [Kernel("P's exchange", Phase.P, 34, "--exchange-sms")]
+
+    with pytest.raises(UsageError, match=r"rank 0: .* need 134 SMs of 132 \(100 of NCCL of D \+ 34 of P's exchange\)"):
+        CudaDevice(0, 0, communicators, exchange=kernels)
+    assert asked == [132]

@@ -9,7 +9,9 @@ import asyncio
 import os
 import re
 import signal
+from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +21,7 @@ torch = pytest.importorskip("torch")
 from kernel.device.cpu import CpuDevice  # noqa: E402
 from kernel.driver import Driver  # noqa: E402
 from kernel.errors import DeviceFault, RankLost, UsageError  # noqa: E402
+from kernel.exchange.shape import Shape  # noqa: E402
 from kernel.request import Phase, Row, SamplingParams  # noqa: E402
 from kernel.sched.policy import Limits  # noqa: E402
 from kernel.topology import World  # noqa: E402
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kernel.device.occupancy import Kernel
     from rollout.ranks.nursery import Nursery
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -89,6 +93,7 @@ class Fakes:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
+        self.kernels: list[Kernel] = []
 
     def model(self, path: Any, world: World, rank: int, **options: Any) -> Any:
         self.log.append(("load", options))
@@ -96,6 +101,7 @@ class Fakes:
 
     def device(self, rank: int, index: int, collectives: Any, **options: Any) -> Any:
         self.log.append(("device", index, options["prefill_sms"]))
+        self.kernels = options["exchange"](132)
         return type("Device", (), {"scope": self.scope})()
 
     def scope(self, phase: Phase) -> Any:
@@ -130,8 +136,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 def configuration(**options: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
     device = DeviceOptions("cuda", dtype="bfloat16", attention="reference", **options)
     none = {"substrate": "none"}
     sizes = {"blocks": 8, "block_size": 16, "hidden": 64}
@@ -156,6 +160,27 @@ async def test_a_rank_is_warm_in_one_order_before_it_serves(fakes: Fakes) -> Non
     assert [each[1] for each in reserved if each[0] == "scope"] == [Phase.P, Phase.D]
     assert set(reserved) == {("scope", Phase.P), ("scope", Phase.D), "cuda:1"}
     assert last == "synchronize"
+
+
+async def test_the_device_is_told_of_the_exchange_s_kernels(fakes: Fakes) -> None:
+    async def compared(tag: str, payload: bytes) -> list[bytes]:
+        return [payload] * 2
+
+    shape = Shape(ranks=2, experts=64, hidden=2560, topk=8, prefill_rows=8, decode_rows=4)
+    built: list[str] = []
+    link: Any = SimpleNamespace(
+        collectives={},
+        warm=fakes.warm,
+        rendezvous=SimpleNamespace(exchange=compared),
+        exchange=lambda substrate, *_: built.append(substrate),
+    )
+    config = configuration(exchange="deepep", exchange_sms=12)
+    config["exchange"] = {"substrate": "deepep", "reason": "", "shape": asdict(shape)}
+    await cuda_rank.build(config, World(2, 2, 2), 0, Limits(2, 2, 4, prefill_tokens=8, rows=4), link, lambda *_: None)
+    assert built == ["deepep"]
+    assert {kernel.name: kernel.ctas for kernel in fakes.kernels} == {
+        "D's low-latency exchange": 64, "P's exchange": 12, "P's notification": 3,
+    }  # fmt: skip
 
 
 async def test_memory_that_ends_while_loading_is_one_line(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,8 @@ async def test_the_record_tells_notifications_from_data(checkpoint: Path, nurser
     world = World(2, 2, 2, exchange="split")
     async with Engine(checkpoint, world, prefill_tokens=48, rows=8, nursery=nursery, out=tmp_path) as engine:
         await trajectories(engine, count=4, turns=2, seed=3)
+    came: dict[int, list[tuple[int, ...]]] = {}
+    rows: dict[int, int] = {}
     for recording in read_run(tmp_path).values():
         done = {"notify": 0, "dispatch": 0, "combine": 0}
         start = permit = published = 0
@@ -122,9 +124,13 @@ async def test_the_record_tells_notifications_from_data(checkpoint: Path, nurser
                     assert published >= start
                     sizes = recording.sizes[event.group, event.seq]
                     assert len(sizes) == 2
-                    assert event.a <= sum(sizes) <= 2 * event.a
+                    came.setdefault(event.seq, []).append(sizes)
+                    rows[event.seq] = event.a
         assert done["notify"] == done["dispatch"] == done["combine"] > 0
         assert done["notify"] % 4 == 0
+    for number, columns in came.items():  # what each rank was to get of each: a row travels to one rank, or to both
+        assert len(columns) == 2
+        assert rows[number] <= sum(map(sum, columns)) <= 2 * rows[number]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kernel.device.bounded import all_of
-from kernel.exchange.sizes import footprint
+from kernel.exchange.sizes import GRANULE, exchange_bytes, footprint
 from kernel.exchange.states import Place
+from kernel.record import read_run
 from kernel.request import Phase
 from kernel.topology import World
 from models.tiny import write_checkpoint
@@ -21,6 +22,7 @@ from rollout.engine import Engine
 from tests.engines import trajectories
 from tests.exchanges import DEEP_EP, SKEWS, Case, Substrate, build, computed, drawn, prefill, stream_of, verdict
 from tests.ranks import Me, Ranks
+from tests.splits import dispatches, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,6 +125,17 @@ def test_memory_is_what_the_formulas_say(ranks: Ranks) -> None:
     assert ranks.run(sizes) == [(wanted.normal, wanted.low_latency)] * 2
 
 
+def taken(me: Me) -> int:
+    return int(me.keep["taken"])
+
+
+def test_what_it_takes_of_a_gpu_is_what_the_kv_pool_leaves_it(ranks: Ranks) -> None:
+    """NVSHMEM loads its kernels too, and keeps tables of its own: about as much as its own granule leaves unused."""
+    shape = DEEP_EP.shape
+    for each in ranks.run(taken):
+        assert footprint(shape).total < each <= exchange_bytes("deepep", shape) + GRANULE // 2
+
+
 def hints(me: Me, case: tuple[int, int, int, int, int]) -> tuple[int, int]:
     import deep_ep
 
@@ -213,3 +226,22 @@ async def ended(me: Me) -> list[str]:
 def test_a_graph_keeps_the_buffer_and_everything_ends_in_order(ranks: Ranks) -> None:
     ranks.run(capture_once)
     assert ranks.run(ended) == [["StillHeld", "", "AttributeError"]] * 2
+
+
+@pytest.mark.parametrize("exchange", ["deepep", "nccl"])
+async def test_the_record_holds_the_rows_of_each_dispatch(exchange: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Under its number, in wide segments too; a row goes to one rank, or to both."""
+    options, world = DeviceOptions("cuda", exchange=exchange), World(2, 2, 2)
+    engine = Engine(
+        checkpoint, world, policy="fine:span=2", device=options, kv_tokens=8192, prefill_tokens=64, rows=8, out=tmp_path
+    )
+    async with engine:
+        await trajectories(engine, count=6, turns=2, seed=4)
+    came: dict[tuple[str, int], int] = {}
+    rows: dict[tuple[str, int], int] = {}
+    for recording in read_run(tmp_path).values():
+        rows = dispatches(recording)
+        assert sorted(told(recording)) == sorted(rows) != []
+        for key, each in recording.sizes.items():
+            came[key] = came.get(key, 0) + sum(each)
+    assert all(rows[key] <= came[key] <= 2 * rows[key] for key in rows)

@@ -93,20 +93,20 @@ def result(makespan: float, **more: float) -> dict[str, Any]:
 
 
 def test_a_store_goes_on_where_earlier_ones_ended(tmp_path: Path) -> None:
-    one = Store(tmp_path / "1", {"rows": 64, "model": "m"})
+    one = Store(tmp_path / "1", {"rows": 64, "model": "m"}, Cell)
     one.finished(first("normal"), 12.0, result(10.0), {})
     one.failed(first(FINE), "rank 0 has gone")
-    two = Store(tmp_path / "2", {"rows": 64, "model": "m"}, [tmp_path / "1"])
+    two = Store(tmp_path / "2", {"rows": 64, "model": "m"}, Cell, [tmp_path / "1"])
     assert two.seconds == {first("normal"): 12.0}
     assert two.makespans == {first("normal"): 10.0}
     assert two.failures == {first(FINE): 1}
-    three = Store(tmp_path / "2", {"rows": 64, "model": "m"})
+    three = Store(tmp_path / "2", {"rows": 64, "model": "m"}, Cell)
     assert three.results == two.results
     with pytest.raises(UsageError, match="its cells were measured with rows 64, and this command says 32"):
-        Store(tmp_path / "3", {"rows": 32, "model": "m"}, [tmp_path / "2"])
+        Store(tmp_path / "3", {"rows": 32, "model": "m"}, Cell, [tmp_path / "2"])
     (tmp_path / "2" / "cells" / "broken.json").write_text("{")
     with pytest.raises(UsageError, match=r"broken\.json: not a finished cell: remove it"):
-        Store(tmp_path / "2", {"rows": 64, "model": "m"})
+        Store(tmp_path / "2", {"rows": 64, "model": "m"}, Cell)
 
 
 def test_the_summary_has_medians_the_best_span_and_the_aims() -> None:

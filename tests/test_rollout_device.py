@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel.errors import DeviceFault, RankLost, TurnstileError, UsageError
+from kernel.exchange.shape import Shape
+from kernel.exchange.sizes import GRANULE, WORKSPACE, exchange_bytes, footprint, heap_bytes
 from kernel.record import Kind
 from kernel.request import Phase
 from kernel.sched.policy import Limits
@@ -18,7 +23,7 @@ from models.config import parse_config
 from rollout import cli
 from rollout.args import parse
 from rollout.device import DeviceOptions, used_buckets
-from rollout.ranks import faults, gpus, last_words, memory
+from rollout.ranks import exchange, faults, gpus, last_words, memory
 from rollout.ranks.quiet import GRAIN, Quiet, Reading
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ PAPER = {
 CONFIG = parse_config(PAPER)
 CUDA = DeviceOptions("cuda").resolved(CONFIG)
 ONE = World()
+PAIR = World(2, 2, 2)
 
 
 class Driver:
@@ -227,6 +233,65 @@ def test_the_kv_pool_takes_what_the_gpu_has_left() -> None:
         tokens(80, asked=10_000_000)
     with pytest.raises(UsageError, match=r"this model does not fit: .* use more ranks"):
         tokens(32)
+
+
+def test_an_expert_exchange_takes_its_memory_from_the_kv_pool() -> None:
+    """By the formulas: P's 35 MiB and D's 80 MiB at two ranks lie in granules of 512 MiB, beside two workspaces."""
+    pool = partial(memory.kv_tokens, CONFIG, PAIR, CUDA, 64 * GIB, prefill_tokens=2048, block_size=16)
+    each = 2 * 42 * 4 * 128 * 2
+    shape = Shape(2, CONFIG.experts, CONFIG.hidden_size, CONFIG.experts_per_token, 2048, 64)
+    wanted = {"substrate": "deepep", "reason": "", "shape": asdict(shape)}
+    taken = exchange.reserved(wanted, CUDA)
+    buffers = footprint(shape)
+    assert taken >= buffers.total + 2 * WORKSPACE
+    assert GIB < taken < 1.2 * GIB
+    assert abs((pool() - pool(exchange=taken)) * each - taken) < 16 * each, "to a block"
+    assert exchange.reserved({"substrate": "nccl", "reason": "", "shape": asdict(shape)}, CUDA) == 0
+    assert exchange.reserved({"substrate": "none", "reason": ""}, CUDA) == 0
+    fewer = DeviceOptions("cuda", exchange_sms=4).resolved(CONFIG)
+    assert exchange.reserved(wanted, fewer) < taken
+    says = r"beside .* of weights, 1\.1 GiB for the expert exchange and .* at most \d+ fit"
+    with pytest.raises(UsageError, match=says):
+        pool(exchange=taken, asked=pool(exchange=0))
+
+
+@pytest.mark.parametrize("decode_rows", [1, 64, 200])
+def test_symmetric_memory_is_what_its_buffers_ask_for(decode_rows: int) -> None:
+    torch = pytest.importorskip("torch")
+    from kernel.comm.exchange.symm import SymmetricLatency
+
+    class Counted:
+        rank, taken = 0, 0
+
+        def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+            made = torch.empty(shape, dtype=dtype)
+            self.taken += made.nbytes
+            return made
+
+    shape, counted = Shape(2, 16, 2560, 8, 64, decode_rows), Counted()
+    spread: Any = counted
+    SymmetricLatency(shape, spread, torch.bfloat16)
+    assert heap_bytes(counted.taken) == exchange_bytes("symm", shape)
+    assert heap_bytes(counted.taken) - GRANULE in range(counted.taken, counted.taken + GRANULE)
+
+
+async def test_the_engine_leaves_the_exchange_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two GPUs that hold the weights, and hardly more."""
+    from rollout import engine
+
+    pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text(json.dumps(PAPER))
+    monkeypatch.setattr(gpus, "check_host", lambda ranks: (48 * GIB, 64 * GIB))
+    monkeypatch.setattr(exchange, "_installed", lambda _: True)
+    monkeypatch.setattr(DeviceOptions, "check_installed", lambda *_, **__: None)
+    made = {}
+    for asked in ("none", "nccl", "deepep"):
+        options = DeviceOptions("cuda", weights="dummy", exchange=asked)
+        made[asked] = engine.Engine(tmp_path, PAIR, device=options, rows=64, prefill_tokens=2048)
+    each = 2 * 42 * 4 * 128 * 2
+    assert made["none"].kv_tokens == made["nccl"].kv_tokens
+    taken = exchange.reserved(made["deepep"]._settings["exchange"], made["deepep"].options)
+    assert abs((made["none"].kv_tokens - made["deepep"].kv_tokens) * each - taken) < 16 * each, "to a block"
 
 
 def test_errors_of_the_gpu_are_one_line() -> None:

@@ -20,9 +20,9 @@ def _everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_installed", lambda _: True)
 
 
-def resolved(asked: str, dtype: str = "bfloat16", **sizes: int) -> tuple[World, Any]:
+def resolved(asked: str, dtype: str = "bfloat16", max_ctas: int | None = None, **sizes: int) -> tuple[World, Any]:
     config = SimpleNamespace(**({"experts": 64, "hidden_size": 2560, "experts_per_token": 8} | sizes))
-    options = DeviceOptions("cuda", dtype=dtype, exchange=asked)
+    options = DeviceOptions("cuda", dtype=dtype, exchange=asked, max_ctas=max_ctas)
     return exchange.resolve(options, config, WORLD, prefill_tokens=512, rows=32)
 
 
@@ -31,8 +31,11 @@ def test_by_default_there_is_none_and_the_reason_says_what_could_be_had() -> Non
     assert (world.splits, choice.substrate) == (False, "none")
     assert choice.reason.startswith("collectives; --exchange deepep could be had")
     _, choice = resolved("auto", hidden_size=64)
-    assert "--exchange symm could be had" in choice.reason
+    assert "--exchange nccl could be had" in choice.reason
     assert "hidden size 64" in choice.reason
+    assert "no symm: torch's exchange over symmetric memory takes 16 experts a rank at most, not 32" in choice.reason
+    _, choice = resolved("auto", hidden_size=64, experts=32)
+    assert "--exchange symm could be had" in choice.reason
 
 
 def test_what_is_asked_for_changes_the_program() -> None:
@@ -44,9 +47,21 @@ def test_what_is_asked_for_changes_the_program() -> None:
 @pytest.mark.parametrize(
     ("dtype", "sizes", "said"),
     [("float32", {}, "numbers of 4 bytes"), ("bfloat16", {"hidden_size": 96}, "hidden size 96"),
-     ("bfloat16", {"experts_per_token": 16}, "top-16"), ("bfloat16", {"experts": 256}, "SMs of 132")],
+     ("bfloat16", {"experts_per_token": 16}, "top-16"), ("bfloat16", {"experts": 256}, "SMs of 132"),
+     ("bfloat16", {"experts": 96}, r"151 SMs of 132 \(96 of .* 32 of NCCL\): lower --exchange-sms or --max-ctas")],
 )  # fmt: skip
 def test_what_deep_ep_cannot_do_is_refused_before_ranks_start(dtype: str, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(UsageError, match=rf"--exchange deepep: .*{said}") as caught:
         resolved("deepep", dtype, **sizes)
     assert "\n" not in str(caught.value)
+
+
+def test_fewer_ctas_of_nccl_make_room_for_more_experts() -> None:
+    _, choice = resolved("deepep", experts=96, max_ctas=8)
+    assert choice.substrate == "deepep"
+
+
+def test_symmetric_memory_with_more_experts_than_its_kernel_has_warps_is_refused_before_ranks_start() -> None:
+    with pytest.raises(UsageError, match=r"--exchange symm: .* takes 16 experts a rank at most, not 32: choose nccl"):
+        resolved("symm")
+    assert resolved("symm", experts=32)[1].substrate == "symm"

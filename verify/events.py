@@ -126,9 +126,10 @@ class Event:
     collective; of a send or recv where known. peer: the other rank of a send or recv. sequence: its number in the
     communicator or in the direction of a pair, from 0; None = the order of the events says it. tag: size or variant,
     opaque. sizes, outputs: input and output shapes, in elements. splits: elements for each member, of an
-    all_to_all. streams, any_of: of a wait; `("*",)` is every stream of the rank. parts: of a group. skipped: how many
-    calls of the rank right before it the evidence left out, as they met, agreed and ended. failed: what a call raised
-    that is over: it did not complete.
+    all_to_all; of an expert exchange's dispatch in our own record, rows of each member for this rank. streams, any_of:
+    of a wait; `("*",)` is every stream of the rank. parts: of a group. skipped: how many calls of the rank right before
+    it the evidence left out, as they met, agreed and ended. failed: what a call raised that is over: it did not
+    complete.
     """
 
     rank: int

@@ -19,7 +19,7 @@ from kernel.request import Phase
 from verify.intervals import DECODE, intervals
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
 
 class Lane(StrEnum):
@@ -132,6 +132,10 @@ class _Reader:
                 epoch = f", P e{event.epoch}" if event.epoch >= 0 else ""
                 bucket = f", D of {event.b}" if event.b else ""
                 self._moment(event, f"plan {event.round}{epoch}{bucket}", Lane.HOST)
+            case Kind.SIZES if event.a == 0 and (rows := self._recording.sizes.get((event.group, event.seq))):
+                members = self._recording.groups.get(event.group)
+                name = f"{sum(rows)} rows will come in {event.group} #{event.seq}"
+                self._moment(event, name, Lane.P, {"rows": _sent(members, rows)})
             case Kind.MARK:
                 self._moment(event, event.text, Lane.HOST)
             case Kind.EXCEPTION:
@@ -171,6 +175,8 @@ class _Reader:
             more |= {"phase": str(event.phase), "size": event.a, "site": event.site}
             if members := self._recording.groups.get(event.group):
                 more["ranks"] = list(members)
+            if rows := self._recording.sizes.get(call):
+                more["rows"] = _sent(members, rows)
         elif event.kind is Kind.WORK_START:
             what = ("bucket", "rows") if event.phase is Phase.D else ("from_boundary", "to_boundary")
             more |= dict(zip(what, (event.a, event.b), strict=True))
@@ -199,3 +205,9 @@ class _Reader:
 
     def _moment(self, event: Event, name: str, lane: Lane, more: Mapping[str, Any] | None = None) -> None:
         self._moments.append(Moment(self._rank, lane, name, event.time_ns, {"round": event.round, **(more or {})}))
+
+
+def _sent(members: Sequence[int] | None, rows: Sequence[int]) -> dict[str, int]:
+    """How many rows come from each rank."""
+    names = members if members is not None and len(members) == len(rows) else range(len(rows))
+    return {f"rank {name}": count for name, count in zip(names, rows, strict=True)}

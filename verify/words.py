@@ -126,6 +126,18 @@ def at(event: Event | None) -> str:
     return f" at {event.site}" if event is not None and event.site is not None else ""
 
 
+def rows(call: Event) -> str:
+    """`20 rows of rank 0 and 0 of rank 1`: what a rank knows to come in a dispatch."""
+    members = call.communicator.members if call.communicator is not None else ()
+    counts = call.splits or ()
+    names = members if len(members) == len(counts) else range(len(counts))
+    told = [f"{count} of rank {name}" for name, count in zip(names, counts, strict=True)]
+    told[:1] = [each.replace(" of ", " rows of ") for each in told[:1]]
+    if len(told) > 8:
+        return f"{sum(counts)} rows of {len(told)} ranks"
+    return " and ".join([", ".join(told[:-1]), told[-1]] if told[1:] else told)
+
+
 def called(meeting: Meeting, seat: Seat) -> str:
     """What one member called."""
     call = meeting.arrived[seat][1]

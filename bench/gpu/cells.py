@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +15,29 @@ DECODE: Final = "decode"
 BEST: Final = "best"
 """Stands for the fastest `fine:span=k` at no wait, until it is known."""
 SPAN: Final = re.compile(r"fine:span=\d+")
+
+
+class Work(Protocol):
+    """A cell of some campaign: one run of a workload. key: its name, also as a file's."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def workload(self) -> str: ...
+
+    @property
+    def wait(self) -> float: ...
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def repetition(self) -> int: ...
+
+    @property
+    def key(self) -> str: ...
+
+    def __lt__(self, other: Any, /) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,8 +52,12 @@ class Cell:
     @property
     def key(self) -> str:
         """Its name, also as a file's."""
-        policy = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.policy).strip("-")
-        return f"{self.workload}_w{self.wait:g}_{policy}_{self.repetition}"
+        return f"{self.workload}_w{self.wait:g}_{in_names(self.policy)}_{self.repetition}"
+
+
+def in_names(policy: str) -> str:
+    """A policy's name, fit for a file's."""
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "-", policy).strip("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +104,16 @@ class Ladder:
 
     @staticmethod
     def _round(workload: str, wait: float, policies: Sequence[str], repetition: int) -> Iterator[Cell]:
-        turn = repetition % max(1, len(policies))
-        return (Cell(workload, wait, policy, repetition) for policy in (*policies[turn:], *policies[:turn]))
+        return (Cell(workload, wait, policy, repetition) for policy in turned(policies, repetition))
+
+
+T = TypeVar("T")
+
+
+def turned(things: Sequence[T], by: int) -> tuple[T, ...]:
+    """The same, begun at another one in each round."""
+    turn = by % max(1, len(things))
+    return (*things[turn:], *things[:turn])
 
 
 def best_span(ladder: Ladder, makespans: Mapping[Cell, float]) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import FileStore
 
 from bench.gpu.hazard_common import begin, end
+from bench.gpu.streams import handed_over
 from kernel.comm import deep_ep
 from kernel.exchange.shape import Shape
 from kernel.exchange.states import Place
@@ -186,8 +187,13 @@ def together(rank: Rank) -> dict[str, Any]:
         )  # fmt: skip
         normal.buffer.combine(came[0], came[4], config=normal.configs.combine)
 
-    def both(p_stream: Any, d_stream: Any, replays: int, spans: list[Any] | None = None) -> float:
-        """Microseconds an iteration: one of P, `replays` of D; either may be none (replays 0, p_stream None)."""
+    def both(
+        p_stream: Any, d_stream: Any, replays: int, spans: list[Any] | None = None, through: Any = None
+    ) -> float:
+        """Microseconds an iteration: one of P, `replays` of D; either may be none (replays 0, p_stream None).
+
+        spans: gets two events around each of D's replays. through: another stream, to which D hands them over.
+        """
         first, ends = event(), [event(), event()]
         for number in range(-WARM, count):
             if number == 0:
@@ -202,7 +208,10 @@ def together(rank: Rank) -> dict[str, Any]:
                     if spans is not None and number >= 0:
                         spans.append((event(), event()))
                         spans[-1][0].record(d_stream)
-                    replay()
+                    if through is None:
+                        replay()
+                    else:
+                        handed_over(d_stream, through, replay, current=torch.cuda.stream, event=torch.cuda.Event)
                     if spans is not None and number >= 0:
                         spans[-1][1].record(d_stream)
         for one, stream in zip(ends, (p_stream or d_stream, d_stream), strict=True):
@@ -210,7 +219,9 @@ def together(rank: Rank) -> dict[str, Any]:
         torch.cuda.synchronize()
         return 1e3 * max(first.elapsed_time(one) for one in ends) / count
 
-    spans: dict[str, list[Any]] = {"once": [], "beside": []}
+    spans: dict[str, list[Any]] = {"once": [], "beside": [], "shared": []}
+    # The stream on which DeepEP puts P's kernels, and would put D's if both phases had one buffer.
+    communication = normal.buffer.get_comm_stream()
     p_alone = both(rank.p_stream, rank.d_stream, 0)
     d_alone = both(None, rank.d_stream, 1)
     replays = max(1, int(p_alone / d_alone))
@@ -220,10 +231,12 @@ def together(rank: Rank) -> dict[str, Any]:
         "both_us": both(rank.p_stream, rank.d_stream, 1),
         "full_us": both(rank.p_stream, rank.d_stream, replays),
         "one_stream_us": both(rank.p_stream, rank.p_stream, 1),
+        "shared_us": both(rank.p_stream, rank.d_stream, 1, through=communication),
         "replays": replays,
     }
     both(None, rank.d_stream, 1, spans["once"])
     both(rank.p_stream, rank.d_stream, replays, spans["beside"])
+    both(rank.p_stream, rank.d_stream, replays, spans["shared"], communication)
     for name, pairs in spans.items():
         found[f"d_{name}_us"] = 1e3 * statistics.median(one.elapsed_time(other) for one, other in pairs)
     return found

@@ -14,18 +14,16 @@ import json
 import shutil
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from bench.gpu import ladder_report, spans
-from bench.gpu.cells import DECODE, Cell, Ladder, best_span, next_cell
+from bench.gpu import ladder_report
+from bench.gpu.cells import DECODE, Cell, Ladder, Work, best_span, next_cell
+from bench.gpu.reading import Readers
 from bench.gpu.store import Store
 from kernel.errors import TurnstileError, UsageError
 from kernel.exchange.choose import CHOICES
-from kernel.record import read_run
 from kernel.sched import registry
 from kernel.sched.policy import Limits
 from kernel.topology import CUTS, GATHERS, World
@@ -41,13 +39,13 @@ from rollout.trace.trajectory import Trajectory, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
     from rollout.engine import Engine
     from rollout.replay import Row
 
 RECORD_EVENTS = 1 << 21
 """144 MiB a rank; a record that wraps would leave the early waits out."""
+C = TypeVar("C", bound=Work)
 CLOSING_S = 20.0
 """Kept of an invocation's time for ending ranks and writing."""
 
@@ -74,21 +72,21 @@ class Settings:
         del found["ladder"]
         return found
 
-    def trajectories(self, cell: Cell) -> tuple[Trajectory, ...]:
+    def trajectories(self, cell: Work) -> tuple[Trajectory, ...]:
         """The workload of a cell."""
         if cell.workload == DECODE:
             count = self.rows * self.world.adp
             return tuple(Trajectory(f"d{at:04d}", (Turn(16, self.decode_tokens),)) for at in range(count))
         return replace(self.shape, time_scale=cell.wait).apply(trace.read(self.trace).trajectories)
 
-    def floor_s(self, cell: Cell) -> float:
+    def floor_s(self, cell: Work) -> float:
         """Seconds that the longest trajectory waits between its turns."""
         return max(sum(turn.wait_ms for turn in each.turns) for each in self.trajectories(cell)) / 1e3
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:
-    """The command line. Raises UsageError for values that do not fit together."""
-    made = argparse.ArgumentParser(prog="python -m bench.gpu.ladder", description=__doc__.partition("\n")[0])
+def arguments(prog: str, doc: str) -> argparse.ArgumentParser:
+    """A parser of what every campaign takes."""
+    made = argparse.ArgumentParser(prog=prog, description=doc.partition("\n")[0])
     made.add_argument("--out", type=Path, required=True, help="folder of the campaign")
     made.add_argument("--earlier", type=Path, action="append", default=[], help="folders of earlier invocations")
     made.add_argument("--minutes", type=float, default=9.0, help="of this invocation, start of the ranks included")
@@ -100,14 +98,12 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
     made.add_argument("--load-format", choices=WEIGHTS, default="checkpoint")
     made.add_argument("--dtype")
     made.add_argument("--attention", choices=ATTENTIONS)
-    made.add_argument("--quantization", choices=QUANTIZATIONS)
     made.add_argument("--graphs", choices=("on", "off"), default="on")
     made.add_argument("--launch-order", default="stream")
     made.add_argument("--modules", default="lazy")
     made.add_argument("--connections", type=int)
     made.add_argument("--max-ctas", type=int)
     made.add_argument("--prefill-sms", type=int)
-    made.add_argument("--exchange", choices=CHOICES, default="auto")
     made.add_argument("--exchange-sms", type=int)
     made.add_argument("--world", type=int, default=1)
     made.add_argument("--adp", type=int, default=1)
@@ -123,6 +119,43 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
     made.add_argument("--kv-tokens", type=int)
     made.add_argument("--prefill-tokens", type=int, default=2048)
     made.add_argument("--rows", type=int, default=64)
+    return made
+
+
+def settings_of(given: argparse.Namespace, ladder: Ladder, **device: Any) -> Settings:
+    """What was asked for. device: further fields of `DeviceOptions`. Raises UsageError where values do not fit."""
+    return Settings(
+        world=World(given.world, given.adp, given.ep, given.gather, cut=given.cut),
+        device=DeviceOptions(
+            given.device,
+            dtype=given.dtype,
+            attention=given.attention,
+            graphs=given.graphs == "on",
+            weights=given.load_format,
+            prefill_sms=given.prefill_sms,
+            exchange_sms=given.exchange_sms,
+            max_ctas=given.max_ctas,
+            launch_order=given.launch_order,
+            connections=given.connections,
+            modules=given.modules,
+            **device,
+        ),
+        model=given.model,
+        trace=given.trace,
+        shape=Shape(given.fraction, given.turns, given.length_scale, 0.0, given.seed, given.context_scale),
+        kv_tokens=given.kv_tokens,
+        prefill_tokens=given.prefill_tokens,
+        rows=given.rows,
+        decode_tokens=getattr(given, "decode_tokens", 1),
+        ladder=ladder,
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespace]:
+    """The command line. Raises UsageError for values that do not fit together."""
+    made = arguments("python -m bench.gpu.ladder", __doc__)
+    made.add_argument("--quantization", choices=QUANTIZATIONS)
+    made.add_argument("--exchange", choices=CHOICES, default="auto")
     made.add_argument("--decode-tokens", type=int, default=256, help="output of each row of the decode-only workload")
     ladder = Ladder()
     made.add_argument("--headline", nargs="*", default=ladder.headline, help="repeated policies; `best`: a span")
@@ -132,36 +165,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Settings, argparse.Namespa
     made.add_argument("--recorded", type=int, default=ladder.recorded, help="runs at the recorded waits (0: none)")
     made.add_argument("--decode-only", type=int, default=ladder.decode_only, help="runs without prefill (0: none)")
     given = made.parse_args(argv)
-    settings = Settings(
-        world=World(given.world, given.adp, given.ep, given.gather, cut=given.cut),
-        device=DeviceOptions(
-            given.device,
-            dtype=given.dtype,
-            attention=given.attention,
-            graphs=given.graphs == "on",
-            weights=given.load_format,
-            quantization=given.quantization,
-            prefill_sms=given.prefill_sms,
-            exchange=given.exchange,
-            exchange_sms=given.exchange_sms,
-            max_ctas=given.max_ctas,
-            launch_order=given.launch_order,
-            connections=given.connections,
-            modules=given.modules,
-        ),
-        model=given.model,
-        trace=given.trace,
-        shape=Shape(given.fraction, given.turns, given.length_scale, 0.0, given.seed, given.context_scale),
-        kv_tokens=given.kv_tokens,
-        prefill_tokens=given.prefill_tokens,
-        rows=given.rows,
-        decode_tokens=given.decode_tokens,
-        ladder=Ladder(
-            tuple(given.headline), tuple(given.others), given.repetitions, tuple(given.waits), given.recorded,
-            given.decode_only,
-        ),
+    ladder = Ladder(
+        tuple(given.headline), tuple(given.others), given.repetitions, tuple(given.waits), given.recorded,
+        given.decode_only,
     )  # fmt: skip
-    return settings, given
+    return settings_of(given, ladder, quantization=given.quantization, exchange=given.exchange), given
 
 
 def model_directory(model: str, out: Path) -> Path:
@@ -178,7 +186,52 @@ def model_directory(model: str, out: Path) -> Path:
     return folder
 
 
-async def run(engine: Engine, settings: Settings, cell: Cell, folder: Path) -> dict[str, Any]:
+def engine_of(settings: Settings, device: DeviceOptions, out: Path) -> Engine:
+    """The engine for `settings` with these options. Raises UsageError where it cannot be had."""
+    from rollout.engine import Engine
+
+    return Engine(
+        model_directory(settings.model, out),
+        settings.world,
+        policy="normal",
+        device=device,
+        kv_tokens=settings.kv_tokens,
+        prefill_tokens=settings.prefill_tokens,
+        rows=settings.rows,
+        record_events=RECORD_EVENTS,
+    )
+
+
+def about_of(engine: Engine) -> dict[str, Any]:
+    """What a result says of where it was measured."""
+    about = {**report_files.surroundings(), "kv_tokens": engine.kv_tokens, "options": asdict(engine.options)}
+    del about["command"]  # the settings say it all, and folders are nobody's business
+    about["exchange"] = asdict(engine.exchange)
+    about["gpus"] = list(gpus.names()) if engine.options.device == "cuda" else []
+    return about
+
+
+async def measured(
+    engine: Engine,
+    settings: Settings,
+    cell: C,
+    store: Store[C],
+    readers: Readers[C],
+    records: Path,
+    about: dict[str, Any],
+) -> None:
+    """Run one cell and hand it on. Raises what the run raises, once that is noted."""
+    start, folder = time.monotonic(), records / cell.key
+    try:
+        metrics = await run(engine, settings, cell, folder)
+    except (TurnstileError, BaseExceptionGroup) as error:
+        store.failed(cell, said(error))
+        raise
+    print(f"{cell.key}: makespan {metrics['makespan_s']:.2f} s", flush=True)
+    readers.add(cell, time.monotonic() - start, metrics, folder, about)
+
+
+async def run(engine: Engine, settings: Settings, cell: Work, folder: Path) -> dict[str, Any]:
     """Run one cell on an engine that is up, its record in `folder`; the metrics of its requests."""
     trajectories = settings.trajectories(cell)
     rows: list[Row] = []
@@ -199,14 +252,6 @@ async def run(engine: Engine, settings: Settings, cell: Cell, folder: Path) -> d
     return metrics
 
 
-def read(folder: str, makespan_s: float, keep: bool) -> dict[str, Any]:
-    """What a finished cell's record tells, in a process of its own: on the ranks' time it would cost a GPU's."""
-    found = spans.measure(read_run(folder), makespan_s)
-    if not keep:
-        shutil.rmtree(folder)
-    return dict(found)
-
-
 async def warm_up(engine: Engine, settings: Settings) -> None:
     """A few short turns under the first policy, unrecorded: what the ranks' own warm-up does not reach."""
     first = Cell(DECODE, 0.0, "", 0)
@@ -215,66 +260,39 @@ async def warm_up(engine: Engine, settings: Settings) -> None:
 
 
 async def campaign(
-    settings: Settings, store: Store, out: Path, deadline: float, *, records: Path | None = None, keep: bool = False
+    settings: Settings,
+    store: Store[Cell],
+    out: Path,
+    deadline: float,
+    *,
+    records: Path | None = None,
+    keep: bool = False,
 ) -> bool:
     """Measure until nothing is left or fits; whether everything is done. deadline: of `time.monotonic`."""
-    from rollout.engine import Engine
-
     floors: dict[float, float] = {}
-    pending: dict[Cell, tuple[float, dict[str, Any], Future[dict[str, Any]]]] = {}
 
-    def following() -> Cell | None:
-        makespans = store.makespans | {cell: metrics["makespan_s"] for cell, (_, metrics, _) in pending.items()}
-        seconds = store.seconds | {cell: taken for cell, (taken, _, _) in pending.items()}
-        cells = settings.ladder.cells(best_span(settings.ladder, makespans))
+    def following(readers: Readers[Cell]) -> Cell | None:
+        cells = settings.ladder.cells(best_span(settings.ladder, readers.makespans))
         for cell in cells:
             floors.setdefault(cell.wait, settings.floor_s(cell))
-        return next_cell(cells, seconds, store.failures, deadline - time.monotonic(), floor_s=floors)
+        return next_cell(cells, readers.seconds, store.failures, deadline - time.monotonic(), floor_s=floors)
 
-    def collect(about: dict[str, Any], *, wait: bool) -> None:
-        for cell in [cell for cell, (_, _, reading) in pending.items() if wait or reading.done()]:
-            taken, metrics, reading = pending.pop(cell)
-            store.finished(cell, taken, metrics | reading.result(), about)
-
-    if following() is not None:
-        engine = Engine(
-            model_directory(settings.model, out),
-            settings.world,
-            policy="normal",
-            device=settings.device,
-            kv_tokens=settings.kv_tokens,
-            prefill_tokens=settings.prefill_tokens,
-            rows=settings.rows,
-            record_events=RECORD_EVENTS,
-        )
-        about = {**report_files.surroundings(), "kv_tokens": engine.kv_tokens, "options": asdict(engine.options)}
-        del about["command"]  # the settings say it all, and folders are nobody's business
-        about["gpus"] = list(gpus.names()) if settings.device.device == "cuda" else []
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as readers:
-            try:
-                start = time.monotonic()
-                async with engine:
-                    await warm_up(engine, settings)
-                    print(f"ranks are up and warm after {time.monotonic() - start:.1f} s", flush=True)
-                    while (cell := following()) is not None:
-                        start, folder = time.monotonic(), (records or out / "records") / cell.key
-                        try:
-                            metrics = await run(engine, settings, cell, folder)
-                        except (TurnstileError, BaseExceptionGroup) as error:
-                            store.failed(cell, _said(error))
-                            raise
-                        taken = time.monotonic() - start
-                        reading = readers.submit(read, str(folder), metrics["makespan_s"], keep)
-                        pending[cell] = taken, metrics, reading
-                        print(f"{cell.key}: makespan {metrics['makespan_s']:.2f} s", flush=True)
-                        collect(about, wait=False)
-            finally:
-                collect(about, wait=True)
+    with Readers(store, keep) as readers:
+        if following(readers) is not None:
+            engine = engine_of(settings, settings.device, out)
+            about = about_of(engine)
+            start = time.monotonic()
+            async with engine:
+                await warm_up(engine, settings)
+                print(f"ranks are up and warm after {time.monotonic() - start:.1f} s", flush=True)
+                while (cell := following(readers)) is not None:
+                    await measured(engine, settings, cell, store, readers, records or out / "records", about)
     cells = settings.ladder.cells(best_span(settings.ladder, store.makespans))
     return all(cell in store.results for cell in cells)
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """The words of an error, the first one of several."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)
@@ -289,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limits = Limits(settings.world.size, settings.world.adp, config.layers if config else 4)
         for policy in {*settings.ladder.headline, *settings.ladder.others} - {"best"}:
             registry.create(policy, limits)
-        store = Store(given.out, settings.fixed, given.earlier)
+        store = Store(given.out, settings.fixed, Cell, given.earlier)
         code, done = 0, False
         if not given.report:
             deadline = start + 60 * given.minutes - CLOSING_S
@@ -302,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print("ladder:", error, file=sys.stderr)
                 code = 2 if isinstance(error, UsageError) else 1
             except BaseExceptionGroup as group:
-                print("ladder:", _said(group), file=sys.stderr)
+                print("ladder:", said(group), file=sys.stderr)
                 code = 1
     except UsageError as error:
         print("ladder:", error, file=sys.stderr)

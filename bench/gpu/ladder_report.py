@@ -115,7 +115,7 @@ def rows(groups: Sequence[Mapping[str, Any]], workload: str, wait: float) -> lis
     mine.sort(key=lambda group: group["makespan_s"] or 0)
     return [
         ["policy", "n", *(title for _, title, _ in COLUMNS)],
-        *([group["policy"], f"{group['repeats']:.0f}", *(_cell(group, key, digits) for key, _, digits in COLUMNS)]
+        *([group["policy"], f"{group['repeats']:.0f}", *(cell_text(group, key, digits) for key, _, digits in COLUMNS)]
           for group in mine),
     ]  # fmt: skip
 
@@ -135,7 +135,8 @@ def table(lines: Sequence[Sequence[str]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _cell(group: Mapping[str, Any], key: str, digits: int) -> str:
+def cell_text(group: Mapping[str, Any], key: str, digits: int) -> str:
+    """One metric of a group, with its spread where there is one."""
     value, spread = group.get(key), group.get(f"{key}_iqr")
     if value is None:
         return "-"

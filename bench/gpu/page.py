@@ -2,8 +2,9 @@
 
     python -m bench.gpu.page                  writes docs/results.md
 
-Reads ladder*.json (`bench.gpu.ladder`), roofline*.json (`bench.gpu.roofline`), hazard*.json (`bench/gpu/hazard.py`),
-exchange*.json (`bench.gpu.exchange`), transformers*.json (`bench.gpu.transformers_batching`) and findings.md.
+Reads ladder*.json (`bench.gpu.ladder`), rate*.json (`bench.gpu.rate`), roofline*.json (`bench.gpu.roofline`),
+hazard*.json (`bench/gpu/hazard.py`), exchange*.json (`bench.gpu.exchange`), transformers*.json
+(`bench.gpu.transformers_batching`) and findings.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from bench.gpu import ladder_report
+from bench.gpu import ladder_report, rate_report
 from bench.gpu.cells import DECODE
 
 if TYPE_CHECKING:
@@ -25,16 +26,19 @@ HOUSE: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = HOUSE / "bench" / "results" / "gpu"
 PAGE: Final = HOUSE / "docs" / "results.md"
 
+RATES: Final = "DeepEP: request rate end to end (7: RQ4)"
 NOT_RUN: Final = (
     ("Makespan against SGLang (7: RQ2, RQ5)", "no other engine was installed on the host"),
     ("Eight and sixteen GPUs: EP8/ADP8, EP8/ADP2, two nodes (7: table 2, table 6)", "the host has two GPUs"),
     ("Checkpoints of 512 experts, the live training runs", "they are not public; the model here has random weights"),
     ("GSM8K exact answers, with and without multiplexing", "random weights answer nothing; equal tokens are tested"),
-    ("DeepEP: request rate end to end (7: RQ4)", "the exchange alone has been measured"),
+    (RATES, "the exchange alone has been measured"),
     ("Multi-token prediction", "not implemented"),
     ("Residency at 23 and 24 CTAs an SM (7: table 4)", "the hazard's occupier limits free SMs instead"),
 )
 """The paper's claims that no file here speaks about, and why."""
+UNLESS: Final = {RATES: "rate"}
+"""Claims of these that files of a kind speak about, where there is one."""
 
 
 def page(files: dict[str, dict[str, Any]], remarks: str = "") -> str:
@@ -50,6 +54,7 @@ def page(files: dict[str, dict[str, Any]], remarks: str = "") -> str:
         "exchange": partial(_experiments, "Two expert exchanges at once"),
         "hazard": partial(_experiments, "The hazard"),
         "ladder": _ladder,
+        "rate": _rate,
         "roofline": _roofline,
         "transformers": _transformers,
     }
@@ -61,22 +66,41 @@ def page(files: dict[str, dict[str, Any]], remarks: str = "") -> str:
         parts += ["Nothing has been measured yet.", ""]
     elif remarks:
         parts[4:4] = [remarks.strip(), ""]
-    parts += ["## Claims of the paper that were not run", "", *_markdown([["claim", "why not"], *map(list, NOT_RUN)])]
+    kinds = {name.partition("-")[0].partition(".")[0] for name in files}
+    open_ = [[claim, why] for claim, why in NOT_RUN if UNLESS.get(claim) not in kinds]
+    parts += ["## Claims of the paper that were not run", "", *_markdown([["claim", "why not"], *open_])]
     return "\n".join(parts) + "\n"
 
 
-def _ladder(name: str, found: dict[str, Any]) -> Iterator[str]:
+def _setting(found: dict[str, Any]) -> str:
+    """What was measured, and where."""
     settings = found["settings"]
     world, shape, device = settings["world"], settings["shape"], settings["device"]
-    yield f"## The ordering ladder (`{name}`)"
-    yield ""
-    yield (
+    return (
         f"World {world['size']}, ADP {world['adp']}, EP {world['ep']}{_cut(world)}{_sms(device)}; model"
         f" `{settings['model']}`, weights {device['weights']}{_plus(device['quantization'])};"
         f" {shape['fraction']:g} of the trace `{settings['trace']}`, lengths x {shape['length_scale']:g}, new tokens x"
         f" {shape.get('context_scale', 1):g} besides, {shape.get('turns') or 'all'} turns; {settings['rows']} rows and"
         f" {settings['prefill_tokens']} prefill tokens a replica. {_where(found.get('about', []))}"
     )
+
+
+def _rate(name: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"## Request rates over expert exchanges (`{name}`)"
+    yield ""
+    yield _setting(found)
+    for weights in dict.fromkeys(group["weights"] for group in found["groups"]):
+        words = rate_report.name_of(weights)
+        yield from ("", f"### {words[0].upper()}{words[1:]}", "", "No added wait; medians [interquartile range].", "")
+        yield from _markdown(rate_report.rows(found["groups"], weights))
+    yield from ("", "### Ratios", "", "Of medians; `none` has collectives in place of an exchange.", "")
+    yield from _markdown(rate_report.ratio_rows(found["ratios"]))
+
+
+def _ladder(name: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"## The ordering ladder (`{name}`)"
+    yield ""
+    yield _setting(found)
     for workload, wait in dict.fromkeys((group["workload"], group["wait"]) for group in found["groups"]):
         what = "Decode only" if workload == DECODE else "No added wait" if wait == 0 else f"Recorded waits x {wait:g}"
         yield from ("", f"### {what}", "", "Medians [interquartile range]; totals in ms a rank.", "")

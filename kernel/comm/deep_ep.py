@@ -28,11 +28,12 @@ from kernel.comm.peers import Peers
 from kernel.errors import PackageMissing, UsageError
 from kernel.exchange import deep_ep as limits
 from kernel.exchange.choose import INSTALL
-from kernel.exchange.shape import agree
 from kernel.exchange.states import LowLatency, Normal, Place
 from kernel.ports import Received
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kernel.comm.exchange.wire import Matrix
@@ -71,16 +72,14 @@ def build(
     nccl: int = 0,
     depth: int = QUEUE_DEPTH,
 ) -> Exchange:
-    """Both phases' exchanges on GPU `index`. All ranks call it together, before a graph is captured.
+    """Both phases' exchanges on GPU `index`. All ranks call it together with one shape, before a graph is captured.
 
     store: a torch.distributed store that all ranks reach. num_sms: SMs of P's kernels, even. nccl: CTAs of NCCL's
     largest collective beside them, for the budget.
-    Raises UsageError (the rule of DeepEP that is broken, and the knob), PackageMissing, VersionMismatch, PeersDiffer,
-    RankLost.
+    Raises UsageError (the rule of DeepEP that is broken, and the knob), PackageMissing, VersionMismatch, RankLost.
     """
     package = library()
     peers = Peers(store, rank, shape.ranks, "expert exchange")
-    agree(rank, shape, peers.all_gather("its shape", shape.encode()))
     processors = torch.cuda.get_device_properties(index).multi_processor_count
     limits.check(shape, num_sms=num_sms, sms=processors, nccl=nccl, queue_depth=depth)
     _reachable(peers, index)
@@ -102,7 +101,21 @@ class PendingDispatch:
         self.experts, self.layout, self.event = experts, layout, event
 
 
-class DeepEpNormal(NormalStates):
+class _Buffered:
+    """What owns a buffer of DeepEP. buffer: DeepEP's own; None once closed."""
+
+    buffer: Any
+    _index: int
+
+    def _destroy(self) -> None:
+        """Let the buffer go; it goes when all peers have. Idempotent."""
+        if self.buffer is not None:
+            torch.cuda.set_device(self._index)  # of this thread: closing has one of its own
+            buffer, self.buffer = self.buffer, None
+            buffer.destroy()
+
+
+class DeepEpNormal(NormalStates, _Buffered):
     """`kernel.ports.NormalExchange` by a buffer of NVLink memory. Everything is enqueued behind the current stream."""
 
     def __init__(self, shape: Shape, package: Any, peers: Peers, runtime: Runtime, num_sms: int) -> None:
@@ -114,10 +127,9 @@ class DeepEpNormal(NormalStates):
             for each in (self.configs.dispatch, self.configs.combine)
         )
         """NVLink memory, in bytes."""
-        self.buffer: Any = package.Buffer(
+        self.buffer = package.Buffer(
             None, num_nvl_bytes=self.nbytes, low_latency_mode=False, explicitly_destroy=True, comm=peers
         )
-        """DeepEP's own; None once closed."""
         self.states = Normal(peers.rank, shape.prefill_rows)
         self._mailbox = Mailbox(runtime)
         self._fetch = CountsFetch(peers.rank, torch.device("cuda", runtime.index))
@@ -141,10 +153,14 @@ class DeepEpNormal(NormalStates):
         self._last = pending = PendingDispatch(number, place, count, experts, layout, event)
         return pending
 
+    def arriving(self, pending: PendingDispatch) -> Sequence[int]:
+        """See the port. The event's value is the words that came for this rank alone."""
+        return self._mailbox.counts(value_of(pending.event))
+
     def submit(self, pending: PendingDispatch, rows: Tensor, weights: Tensor) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
-        arriving = sum(self._mailbox.counts(value_of(pending.event)))
+        arriving = sum(self.arriving(pending))
         self._room = max(1, arriving)
         per_rank, _, per_expert, in_rank, _ = pending.layout
         experts = pending.experts
@@ -174,15 +190,12 @@ class DeepEpNormal(NormalStates):
         return total[: pending.rows]
 
     def close(self) -> None:
-        """See the port. Peers take part: the buffer goes when all of them let go."""
+        """See the port. Peers take part."""
         self._fetch.close()
-        if self.buffer is not None:
-            torch.cuda.set_device(self._index)  # of this thread: closing has one of its own
-            buffer, self.buffer = self.buffer, None
-            buffer.destroy()
+        self._destroy()
 
 
-class DeepEpLowLatency(GraphStates):
+class DeepEpLowLatency(GraphStates, _Buffered):
     """`kernel.ports.LowLatencyExchange` by a buffer of symmetric memory.
 
     What comes lies by expert, in `local x (ranks x rows)` places of which each expert's first ones are taken; `combine`
@@ -195,7 +208,7 @@ class DeepEpLowLatency(GraphStates):
             shape.decode_rows, shape.hidden, shape.ranks, shape.experts
         )
         """Symmetric memory, in bytes."""
-        self.buffer: Any = package.Buffer(
+        self.buffer = package.Buffer(
             None,
             num_rdma_bytes=self.nbytes,
             low_latency_mode=True,
@@ -203,7 +216,6 @@ class DeepEpLowLatency(GraphStates):
             explicitly_destroy=True,
             comm=peers,
         )
-        """DeepEP's own; None once closed."""
         self.states = LowLatency(peers.rank, shape.decode_rows)
         places = torch.arange(shape.ranks * shape.decode_rows, device=f"cuda:{index}")
         self._places = places.unsqueeze(0)
@@ -244,10 +256,7 @@ class DeepEpLowLatency(GraphStates):
     def close(self) -> None:
         """See the port. Peers take part."""
         self.states.close()
-        if self.buffer is not None:
-            torch.cuda.set_device(self._index)
-            buffer, self.buffer = self.buffer, None
-            buffer.destroy()
+        self._destroy()
 
 
 def _whole(rows: Tensor, scales: Tensor) -> Tensor:

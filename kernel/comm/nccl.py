@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from torch._C._distributed_c10d import Store
 
+DEFAULT_GROUP: Final = "0"
+"""What torch calls the process group that `init_process_group` makes."""
 _GRACE_S: Final = 10.0
 _WARM_ELEMENTS: Final = (1 << 6, 1 << 12, 1 << 16, 1 << 19, 1 << 22)
 """NCCL takes another protocol, and so another kernel, by size, and connects peers as each is first used."""
@@ -140,7 +142,8 @@ class Communicator:
         self.name, self.size, self.index = name, len(members), list(members).index(rank)
         self.closed = False
         self._device = device
-        mine: Any = PrefixStore(f"nccl {name}/", store)
+        self.store: Any = PrefixStore(f"nccl {name}/", store)
+        mine = self.store
         options: Any = ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
         options._timeout = timedelta(seconds=timeout_s)
         options.global_ranks_in_group = list(members)
@@ -190,11 +193,19 @@ class Communicator:
         self._enqueued(self._group.alltoall_base(out, x, list(received), list(sent), self._exchange))
 
     def registered(self) -> str:
-        """The name by which torch's symmetric memory finds this group, in torch's registry from now on."""
+        """The name by which torch's symmetric memory finds this group, in torch's registry from now on.
+
+        Its NVSHMEM backend also asks for the group of all ranks, by the name that the default group has. Where there is
+        no default group, that is this one: only a group of all ranks may be registered.
+        """
         from torch._C import _distributed_c10d
 
         register: Any = _distributed_c10d
         register._register_process_group(self.name, self._group)
+        try:
+            register._resolve_process_group(DEFAULT_GROUP)
+        except (RuntimeError, ValueError, KeyError, LookupError):
+            register._register_process_group(DEFAULT_GROUP, self._group)
         return self.name
 
     def abort(self) -> None:

@@ -18,6 +18,7 @@ from kernel.errors import PackageMissing, RankLost
 from kernel.exchange.choose import INSTALL
 from kernel.exchange.deep_ep import check_versions
 from kernel.exchange.lifetime import Lifetime
+from kernel.exchange.sizes import GRANULE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def environment(local_experts: int, depth: int = QUEUE_DEPTH) -> Mapping[str, st
         "NVSHMEM_IB_ENABLE_IBGDA": "1",
         "NVSHMEM_IBGDA_NUM_RC_PER_PE": str(local_experts),
         "NVSHMEM_QP_DEPTH": str(depth),
-        "NVSHMEM_CUMEM_GRANULARITY": str(1 << 29),
+        "NVSHMEM_CUMEM_GRANULARITY": str(GRANULE),
         "NVSHMEM_DISABLE_NVLS": "1",
         "NVSHMEM_DISABLE_MNNVL": "1",
         "NVSHMEM_DISABLE_P2P": "0",
@@ -97,14 +98,12 @@ class Runtime:
         theirs: Tensor = self._core.get_peer_tensor(mine, rank)
         return theirs
 
-    def wait_at_least(self, words: Tensor, value: int, stream: Any) -> None:
-        """Hold `stream` until each of `words` (int64, symmetric) is `value` or more. A kernel of one thread each."""
+    def wait_at_least(self, word: Tensor, value: int, stream: Any) -> None:
+        """Hold `stream` until `word` (int64 [1], symmetric) is `value` or more: by a kernel of one thread."""
         import nvshmem.bindings as raw
         from nvshmem.core.direct import ComparisonType
 
-        for at in range(words.numel()):
-            place = words.data_ptr() + at * words.element_size()
-            raw.signal_wait_until_on_stream(place, int(ComparisonType.CMP_GE), value, stream.cuda_stream)
+        raw.signal_wait_until_on_stream(word.data_ptr(), int(ComparisonType.CMP_GE), value, stream.cuda_stream)
 
     def _finalize(self) -> None:
         torch.cuda.set_device(self.index)
@@ -140,7 +139,9 @@ class Mailbox:
         for rank, slot in enumerate(self._slots):
             slot[row : row + 1].copy_(tagged[rank : rank + 1])
         words = self._mine[row]
-        self._runtime.wait_at_least(words, tag, stream)
+        for rank in range(self._runtime.size):
+            if rank != self._runtime.rank:  # the own word lies before this in the stream
+                self._runtime.wait_at_least(words[rank : rank + 1], tag, stream)
         return words
 
     def counts(self, words: Sequence[int]) -> list[int]:

@@ -28,7 +28,7 @@ from kernel.errors import RankLost, UsageError
 from kernel.request import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from kernel.device.worker import Watch
     from kernel.ports import Collectives, ExpertExchange
@@ -41,7 +41,7 @@ class CudaDevice:
 
     collectives: each phase's communicators; owned, closed with the device. watch: told of every submission that starts
     and finishes, with the device's times. prefill_sms: SMs that P's kernels may use (a green context); None for all.
-    expert_exchange: owned too; exchange: its kernels, for the budget of SMs.
+    expert_exchange: owned too; exchange: its kernels on a GPU of so many SMs, for the budget.
     Raises UsageError when there is no such GPU, or what must be resident together does not fit on it.
     """
 
@@ -53,7 +53,7 @@ class CudaDevice:
         *,
         watch: Watch | None = None,
         prefill_sms: int | None = None,
-        exchange: Iterable[occupancy.Kernel] = (),
+        exchange: Callable[[int], Iterable[occupancy.Kernel]] | None = None,
         expert_exchange: ExpertExchange | None = None,
     ) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -177,11 +177,14 @@ class CudaDevice:
         event.synchronize()
         return event
 
-    def _afford(self, exchange: Iterable[occupancy.Kernel], prefill_sms: int | None) -> occupancy.Budget:
+    def _afford(
+        self, exchange: Callable[[int], Iterable[occupancy.Kernel]] | None, prefill_sms: int | None
+    ) -> occupancy.Budget:
         sms = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
         ctas = {phase: getattr(each, "ctas", 0) for phase, each in self._collectives.items()}
         kernels = occupancy.collectives(ctas[Phase.D], ctas[Phase.P], routed=True)
-        return occupancy.check(sms, [*kernels, *exchange], prefill_sms=prefill_sms, where=f"rank {self.rank}: ")
+        kernels += exchange(sms) if exchange is not None else ()
+        return occupancy.check(sms, kernels, prefill_sms=prefill_sms, where=f"rank {self.rank}: ")
 
     def _confined(self, sms: int) -> torch.cuda.Stream:
         from torch.cuda import green_contexts

@@ -15,15 +15,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
+from kernel.exchange.sizes import low_latency_ctas, notify_ctas
 from kernel.request import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kernel.exchange.shape import Shape
+
 NCCL_CTAS: Final = 32
 """CTAs that NCCL may use for one collective when nobody limits it (ncclConfig_t.maxCTAs of NCCL 2.28 on one node)."""
 GREEN_STEP: Final = 8
 """Green contexts on compute capability 9.0 and later come in multiples of so many SMs, and at least as many."""
+
+SYMMETRIC_CTAS: Final = 64
+"""Most CTAs of torch's all-to-all over symmetric memory between the GPUs of one host (2.9 to 2.13)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,34 @@ def collectives(decode: int | None, prefill: int | None, *, routed: bool) -> lis
     if routed:
         found.append(Kernel("routed NCCL of P", Phase.D, sizes[Phase.P]))
     return [kernel for kernel in found if kernel.ctas]
+
+
+def exchanges(substrate: str, shape: Shape, *, num_sms: int, sms: int, nccl: int | None = None) -> list[Kernel]:
+    """The kernels of an expert exchange on a GPU of `sms` SMs. num_sms: of P's, for DeepEP. nccl: as of `collectives`.
+
+    NCCL's all-to-all takes a power of two of CTAs, the next one above what its collectives may. DeepEP runs P's kernels
+    on a stream of its own, and ours waits for counts on another; but P's stream stands before what it handed over, so
+    they count as P's. That stream is in no green context: a share of prefill's bounds them only because what does not
+    fit in it is refused.
+    """
+    rows = 1 << ((NCCL_CTAS if nccl is None else nccl) - 1).bit_length()
+    if substrate == "nccl":
+        return [Kernel(f"{phase}'s exchange over NCCL", phase, rows) for phase in Phase]
+    if substrate == "symm":
+        knob = "D's by --exchange nccl"
+        return [
+            Kernel("D's exchange over symmetric memory", Phase.D, min(SYMMETRIC_CTAS, sms), knob),
+            Kernel("P's exchange over NCCL", Phase.P, rows),
+        ]
+    if substrate != "deepep":
+        return []
+    decode = low_latency_ctas(shape.experts, sms, shape.decode_rows)
+    knob = "--rows" if decode > low_latency_ctas(shape.experts, sms) else "the model's experts (or --exchange nccl)"
+    return [
+        Kernel("D's low-latency exchange", Phase.D, decode, knob),
+        Kernel("P's exchange", Phase.P, num_sms, "--exchange-sms"),
+        Kernel("P's notification", Phase.P, notify_ctas(shape.ranks), "--world"),
+    ]
 
 
 def check(sms: int, kernels: Iterable[Kernel], *, prefill_sms: int | None = None, where: str = "") -> Budget:

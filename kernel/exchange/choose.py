@@ -41,6 +41,8 @@ INSTALL: Final[Mapping[str, str]] = {
     "nvshmem.core": "pip install 'turnstile[cuda]' (nvshmem4py-cu13, beside nvidia-nvshmem-cu13)",
     "symm_mem": "install a build of torch with CUDA whose symmetric memory has NVSHMEM (2.9 or later)",
 }
+SYMMETRIC_EXPERTS: Final = 16
+"""Local experts of `all_to_all_vdev_2d` (torch 2.9 to 2.13): a warp each, of a block of 512 threads."""
 ONE_HOST: Final = "stock DeepEP cannot hold the buffers of two phases across hosts"
 
 
@@ -146,6 +148,11 @@ def _refuses(name: str, now: Situation) -> str | None:
         return None
     if not cuda:
         return "it moves GPU tensors: choose shm or gloo with --device cpu"
+    if name == "symm" and now.experts > SYMMETRIC_EXPERTS * now.world.size:
+        return (
+            f"torch's exchange over symmetric memory takes {SYMMETRIC_EXPERTS} experts a rank at most, not"
+            f" {now.experts // now.world.size}: choose nccl, or raise --world"
+        )
     if now.hosts > 1:
         if name == "deepep":
             return f"{ONE_HOST} ({now.hosts} here): choose nccl, which keeps the same boundaries and permits"

@@ -36,6 +36,10 @@ PEERS: Final = 8
 """Ranks of one host."""
 WORKSPACE: Final = 32 * MIB
 """Of every buffer, beside what the formulas give."""
+GRANULE: Final = 512 * MIB
+"""By which NVSHMEM's symmetric heap grows: its default, and what DeepEP asks for (NVSHMEM_CUMEM_GRANULARITY)."""
+PAGE: Final = 2 * MIB
+"""What the driver gives a GPU's memory in."""
 
 
 def _up(n: int, unit: int) -> int:
@@ -65,6 +69,43 @@ def normal_bytes(row_bytes: int, ranks: int, *, num_sms: int = 20, chunk: int = 
     return _up(rings * (words + chunk * slot), LINE)
 
 
+def symmetric_rows(shape: Shape) -> tuple[int, int]:
+    """Rows of each buffer of D's exchange over torch's symmetric memory: (own ones to send, those that may come).
+
+    A row travels once to each expert that it chose.
+    """
+    here = shape.ranks * shape.decode_rows * min(shape.topk, shape.local)
+    return shape.decode_rows * shape.topk, here
+
+
+def heap_bytes(symmetric: int) -> int:
+    """GPU memory behind `symmetric` bytes of NVSHMEM's heap: whole granules, and one that NVSHMEM has for itself.
+
+    A bound: what is small enough may lie in NVSHMEM's own granule, of which it uses 256 MiB or more.
+    """
+    return GRANULE + _up(symmetric, GRANULE)
+
+
+def mailbox_bytes(ranks: int) -> int:
+    """Symmetric memory of the counts of P's notifications: two words of each rank."""
+    return 2 * 8 * ranks
+
+
+def exchange_bytes(substrate: str, shape: Shape, *, num_sms: int = 20) -> int:
+    """GPU memory of one rank that an exchange keeps while it exists, over all that other substrates have anyway.
+
+    num_sms: of P's kernels, for DeepEP. What an operation returns comes from the allocator, like activations.
+    """
+    if substrate == "symm":
+        words = 8 * 5 * shape.experts
+        return heap_bytes(2 * sum(symmetric_rows(shape)) * shape.row_bytes + words)
+    if substrate != "deepep":
+        return 0
+    buffers = footprint(shape, num_sms=num_sms)
+    heap = heap_bytes(buffers.low_latency + mailbox_bytes(shape.ranks))
+    return heap + _up(buffers.normal + LINE, PAGE) + 2 * WORKSPACE
+
+
 def low_latency_ctas(experts: int, sms: int, rows: int = 0) -> int:
     """CTAs (each fills an SM) of the larger of D's kernels. rows: own rows of an operation.
 
@@ -73,6 +114,11 @@ def low_latency_ctas(experts: int, sms: int, rows: int = 0) -> int:
     """
     each = -(-experts // sms)
     return max(-(-experts // each), min(rows, sms))
+
+
+def notify_ctas(ranks: int) -> int:
+    """CTAs of the kernel that opens each of P's dispatches: one for the counts, and one for each rank's rows."""
+    return 1 + min(ranks, PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +158,8 @@ class Residency:
 
 def residency(shape: Shape, *, sms: int, num_sms: int, nccl: int = 0) -> Residency:
     """The rule: low-latency CTAs + P's SMs + (1 + ranks) of its notification + NCCL's CTAs <= SMs."""
-    return Residency(
-        sms, low_latency_ctas(shape.experts, sms, shape.decode_rows), num_sms, 1 + min(shape.ranks, PEERS), nccl
-    )
+    low_latency = low_latency_ctas(shape.experts, sms, shape.decode_rows)
+    return Residency(sms, low_latency, num_sms, notify_ctas(shape.ranks), nccl)
 
 
 @dataclass(frozen=True, slots=True)

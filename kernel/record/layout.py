@@ -76,7 +76,8 @@ class Kind(IntEnum):
     FINISH = 3
     """It finished on the device. a, text as before."""
     SIZES = 4
-    """Row counts of the members of a collective with uneven parts, before its ENQUEUE; written by `Recorder.sizes`."""
+    """Rows that each member sends this rank in a collective with uneven parts; written by `Recorder.sizes`. Before its
+    START, and before its ENQUEUE too unless the segment holds it that the counts arrive in."""
     SUBMIT = 10
     """The host enqueued a D iteration (a: bucket, b: this rank's rows) or a P segment (boundaries [a, b))."""
     WORK_START = 11

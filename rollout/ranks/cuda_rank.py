@@ -88,7 +88,13 @@ async def build(
         )
         made = await exchange.build(config, rank, link)
         device = CudaDevice(
-            rank, gpu, link.collectives, watch=watch, prefill_sms=options["prefill_sms"], expert_exchange=made
+            rank,
+            gpu,
+            link.collectives,
+            watch=watch,
+            prefill_sms=options["prefill_sms"],
+            exchange=partial(exchange.kernels, config),
+            expert_exchange=made,
         )
         doing = "while it warmed up"
         link.warm()

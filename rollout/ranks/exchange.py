@@ -7,10 +7,12 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from kernel.device import occupancy
 from kernel.errors import UsageError
 from kernel.exchange import deep_ep
 from kernel.exchange.choose import NEEDS, Choice, Situation, choose, world_refuses
 from kernel.exchange.shape import Shape, agree
+from kernel.exchange.sizes import exchange_bytes
 from kernel.sched.policy import Limits
 from rollout.ranks.torchrun import place
 
@@ -33,8 +35,11 @@ def resolve(
     if options.device == "cuda" and hasattr(config, "hidden_size") and world_refuses(now) is None:
         limits = Limits(world.size, world.adp, 1, prefill_tokens=prefill_tokens, rows=rows, granule=world.atp)
         limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
+        nccl = occupancy.NCCL_CTAS if options.max_ctas is None else options.max_ctas
         try:
-            deep_ep.check(_shape(config, options, limits, world), num_sms=sms(options.exchange_sms), sms=deep_ep.SMS)
+            deep_ep.check(
+                _shape(config, options, limits, world), num_sms=sms(options.exchange_sms), sms=deep_ep.SMS, nccl=nccl
+            )
         except UsageError as error:
             now = replace(now, broken={**now.broken, "deepep": str(error)})
     asked = options.exchange
@@ -73,6 +78,23 @@ def settings(choice: Choice, config: Any, options: DeviceOptions, limits: Limits
         return {"substrate": "none", "reason": choice.reason}
     shape = asdict(_shape(config, options, limits, world))
     return {"substrate": choice.substrate, "reason": choice.reason, "shape": shape}
+
+
+def kernels(config: dict[str, Any], of_gpu: int) -> list[occupancy.Kernel]:
+    """What a rank's exchange may hold of a GPU of `of_gpu` SMs while it waits for peers. config: of the ranks."""
+    wanted = config["exchange"]
+    if wanted["substrate"] == "none":
+        return []
+    options, shape = config["device"], Shape(**wanted["shape"])
+    asked = sms(options["exchange_sms"])
+    return occupancy.exchanges(wanted["substrate"], shape, num_sms=asked, sms=of_gpu, nccl=options["max_ctas"])
+
+
+def reserved(wanted: dict[str, Any], options: DeviceOptions) -> int:
+    """GPU memory of one rank, in bytes, that the exchange with these `settings` takes, so that KV cannot have it."""
+    if wanted["substrate"] == "none":
+        return 0
+    return exchange_bytes(wanted["substrate"], Shape(**wanted["shape"]), num_sms=sms(options.exchange_sms))
 
 
 def sms(asked: int | None) -> int:

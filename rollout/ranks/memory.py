@@ -18,7 +18,9 @@ GIB: Final = 1 << 30
 USABLE: Final = 0.92
 """Share of a GPU's memory that is planned for; the driver and the contexts of other programs have the rest."""
 RESERVE: Final = 6 * GIB
-"""CUDA context, kernels, NCCL's buffers, graphs, workspaces and activations; at most a fifth of a small GPU."""
+"""CUDA context, kernels, NCCL's buffers, graphs, workspaces and activations; at most a fifth of a small GPU.
+
+What an expert exchange keeps is computed, and comes on top."""
 MOST_KV_TOKENS: Final = 1 << 20
 """Default cap: the paper's trace keeps 1,026,085 tokens when nothing is evicted, and index lists grow with the pool."""
 HEADROOM: Final = 96
@@ -54,26 +56,29 @@ def kv_tokens(
     prefill_tokens: int,
     block_size: int,
     asked: int | None = None,
+    exchange: int = 0,
 ) -> int:
     """Tokens of a replica's KV pool on GPUs of `memory` bytes: `asked`, or what fits (at most 2**20).
 
+    exchange: bytes that an expert exchange keeps of each rank.
     Raises UsageError with the numbers when the weights, or the pool asked for, do not fit.
     """
     each = kv_bytes_per_token(config, world, options.dtype or "float32")
     weights = weight_bytes(config, world, options)
     reserve = min(RESERVE, memory // 5) + activation_bytes(prefill_tokens * world.adp, config.hidden_size)
-    room = int(memory * USABLE) - weights - reserve
+    room = int(memory * USABLE) - weights - reserve - exchange
+    besides = f", {gib(exchange)} for the expert exchange" if exchange else ""
     if room < each * block_size:
         raise UsageError(
-            f"this model does not fit: {gib(weights)} of weights a rank and {gib(reserve)} for the engine leave no"
-            f" room for KV in a GPU of {gib(memory)}: use more ranks, --quantization fp8 or a smaller model"
+            f"this model does not fit: {gib(weights)} of weights a rank{besides} and {gib(reserve)} for the engine"
+            f" leave no room for KV in a GPU of {gib(memory)}: use more ranks, --quantization fp8 or a smaller model"
         )
     fits = room // each // block_size * block_size
     if asked is None:
         return min(fits, MOST_KV_TOKENS)
     if asked > fits:
         raise UsageError(
-            f"--kv-tokens {asked} takes {gib(asked * each)} a rank beside {gib(weights)} of weights and"
+            f"--kv-tokens {asked} takes {gib(asked * each)} a rank beside {gib(weights)} of weights{besides} and"
             f" {gib(reserve)} for the engine, in a GPU of {gib(memory)}: at most {fits} fit"
         )
     return asked

@@ -9,8 +9,9 @@ that may yet come (`verify.hang.doubts`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from kernel.program import Op
 from verify import words
 from verify.blame import Certainty, Class, Verdict
 from verify.hang.case import Case
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from verify.hang.stacks import Place
     from verify.readers.found import Found
+
+DISPATCH: Final = str(Op.DISPATCH)
+"""The operation whose splits are what each member sends the rank, as `kernel.journal` writes them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def diagnose_found(found: Found, quiet: bool = True, look: See = nothing_seen) -
     case = Case.of(found, quiet, look)
     for finding in FINDINGS:
         case = finding(case) or case
-    verdict = _placed(weighed(case), case)
+    verdict = _counted(_placed(weighed(case), case), case)
     dark = frozenset(case.everybody) - found.present
     unknown = _unknown(case, verdict)
     return Diagnosis(verdict, found.source, unknown, case.where, case.situation, case.graph, case.core, dark)
@@ -96,6 +100,22 @@ def _unknown(case: Case, verdict: Verdict) -> tuple[str, ...]:
     if lost := sum(stack.rank is None for stack in case.found.stacks):
         unknown.append(f"the rank of {lost} stack{'s' if lost > 1 else ''}: not used")
     return tuple(unknown)
+
+
+def _counted(verdict: Verdict, case: Case) -> Verdict:
+    """With the rows that each rank knows to come in a dispatch that it has not finished."""
+    if verdict.cls is Class.NONE:
+        return verdict
+    lines = [
+        f"rank {launch.rank} is to get {words.rows(call)} in {words.operation(meeting)}"
+        for mine in case.situation.launches.values()
+        for launch in mine
+        if not launch.done
+        for meeting in launch.meetings
+        for one, call in meeting.arrived.values()
+        if one is launch and call.operation == DISPATCH and call.splits
+    ]
+    return replace(verdict, chain=(*verdict.chain, *lines[:8]))
 
 
 def _in(say: str, remark: str) -> bool:

@@ -196,7 +196,10 @@ class Ring:
 
     def take(self, entries: Sequence[Entry]) -> None:
         """Go on with these events of `recording`."""
-        self._sizes |= self.recording.sizes
+        self._sizes |= (sizes := self.recording.sizes)
+        for calls in (self._calls, self._early):  # those enqueued before, of whose rows one knows by now
+            for key in calls.keys() & sizes.keys():
+                calls[key] = replace(calls[key], splits=sizes[key])
         if entries:
             self.newest_ns = entries[-1].time_ns
             self.moved_ns = next((each.time_ns for each in reversed(entries) if each.kind not in _STILL), self.moved_ns)

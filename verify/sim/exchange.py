@@ -35,9 +35,9 @@ class Told:
         """`rank` sends so many rows."""
         self._rows.setdefault(place, {})[rank] = rows
 
-    def total(self, place: Place) -> int:
-        """Rows of all ranks, once their counts are there."""
-        return sum(self._rows[place].values())
+    def rows(self, place: Place) -> list[int]:
+        """Of each rank, once their counts are there."""
+        return [rows for _, rows in sorted(self._rows[place].items())]
 
 
 class SimPending:
@@ -66,6 +66,10 @@ class SimNormal:
         self._last = SimPending(number, place, event)
         return self._last
 
+    def arriving(self, pending: SimPending) -> list[int]:
+        """See the port."""
+        return self._told.rows(pending.place)
+
     def permit(self, pending: SimPending) -> None:
         """See the port."""
         self.states.permit(pending.number)
@@ -73,7 +77,7 @@ class SimNormal:
     def submit(self, pending: SimPending, rows: int, weights: Any) -> Received:
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.known)
-        total = self._told.total(pending.place)
+        total = sum(self.arriving(pending))
         self._device.collective(Phase.P, Role.EP, f"dispatch {pending.place.layer}", (total,))
         return Received(total, None, None)
 

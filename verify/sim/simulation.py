@@ -86,11 +86,13 @@ def simulate(
     permute: bool = False,
     log: bool = True,
     make_policy: MakePolicy = registry.create,
+    journal: Callable[[int], Journal] | None = None,
 ) -> Outcome:
     """Serve `trajectories` under `policy` (a spec as in `--policy`) until all have ended.
 
-    extra: further inbox entries by virtual time. The other parameters are those of `SimWorld`. Raises whatever a rank
-    raises, Deadlock, Livelock, and UsageError for a policy or sizes that cannot be used.
+    extra: further inbox entries by virtual time. journal: makes a rank's (None: nothing is recorded). The other
+    parameters are those of `SimWorld`. Raises whatever a rank raises, Deadlock, Livelock, and UsageError for a policy
+    or sizes that cannot be used.
     """
     engine = engine or Engine()
     cost, limits = engine.cost, engine.limits(world)
@@ -124,7 +126,7 @@ def simulate(
             model=models[sim.rank],
             cache=KVCache(engine.blocks, engine.block_size),
             inbox=inboxes[sim.rank],
-            journal=Journal(NullRecorder()),
+            journal=Journal(NullRecorder()) if journal is None else journal(sim.rank),
             emit=users.output,
             use_policy=use,
         )

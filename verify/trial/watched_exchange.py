@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from verify.blame import Class
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kernel.exchange.states import Place
     from kernel.ports import ExpertExchange, NormalExchange, Pending, Received
     from verify.trial.monitor import RankMonitor
@@ -26,6 +28,10 @@ class WatchedNormal:
             raise self._monitor.find(Class.RULE, "exchange", say)
         self._pending = True
         return self._normal.notify(place, experts)
+
+    def arriving(self, pending: Any) -> Sequence[int]:
+        """See the port."""
+        return self._normal.arriving(pending)
 
     def permit(self, pending: Any) -> None:
         """See the port."""

@@ -14,6 +14,8 @@ from kernel.comm.exchange.routing import Packing, at_home, destinations, presenc
 from kernel.exchange.states import Normal, Place
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kernel.comm.exchange.wire import Matrix, Wire
@@ -39,6 +41,10 @@ class NormalStates:
     states: Normal
     _last: Any = None
     """The newest pending dispatch, of the substrate's own kind."""
+
+    def arriving(self, pending: Any) -> Sequence[int]:
+        """See the port. The event's value is everybody's counts."""
+        return [row[self.states.rank] for row in value_of(pending.event)]
 
     def permit(self, pending: PendingDispatch) -> None:
         """See the port."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from kernel.comm.exchange.latency import GraphStates
 from kernel.comm.exchange.nccl import nccl
 from kernel.comm.exchange.pair import Exchange
+from kernel.comm.nccl import DEFAULT_GROUP
 from kernel.errors import PackageMissing, RankLost
 from kernel.exchange.choose import INSTALL
+from kernel.exchange.sizes import symmetric_rows
 from kernel.exchange.states import LowLatency, Place
 from kernel.ports import Received
 from kernel.request import Phase
@@ -25,7 +28,7 @@ from kernel.topology import Role
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernel.comm.nccl import NcclWorld
+    from kernel.comm.nccl import Communicator, NcclWorld
     from kernel.exchange.shape import Shape
 
 
@@ -50,8 +53,7 @@ class SymmetricLatency(GraphStates):
     def __init__(self, shape: Shape, memory: Symmetric, dtype: torch.dtype) -> None:
         self._shape, self._memory = shape, memory
         self.states = LowLatency(memory.rank, shape.decode_rows)
-        pairs = shape.decode_rows * shape.topk
-        most = shape.ranks * shape.decode_rows * min(shape.topk, shape.local)
+        pairs, most = symmetric_rows(shape)
         self._sent, self._back = (memory.empty((pairs, shape.hidden), dtype) for _ in range(2))
         self._here, self._results = (memory.empty((most, shape.hidden), dtype) for _ in range(2))
         self._splits = memory.empty((shape.experts,), torch.int64)
@@ -109,17 +111,19 @@ class SymmetricLatency(GraphStates):
 
 
 class TorchSymmetric:
-    """`Symmetric` over torch.distributed._symmetric_memory with its NVSHMEM backend. group: of a registered name."""
+    """`Symmetric` over torch.distributed._symmetric_memory with its NVSHMEM backend, between the members of `group`."""
 
-    def __init__(self, rank: int, group: str, device: torch.device) -> None:
+    def __init__(self, group: Communicator, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
         if not symm_mem.is_nvshmem_available() or not hasattr(torch.ops.symm_mem, "all_to_all_vdev_2d_offset"):
             raise PackageMissing(f"--exchange symm: torch {torch.__version__} lacks it: {INSTALL['symm_mem']}")
-        self.rank, self._group, self._device = rank, group, device
+        self.rank, self._group, self._device = group.index, group.registered(), device
         self._symm: Any = symm_mem
         self._ops: Any = torch.ops.symm_mem
         self._symm.set_backend("NVSHMEM")
+        for name in (self._group, DEFAULT_GROUP):
+            introduce(name, group.index, group.size, group.store)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Symmetric`."""
@@ -136,10 +140,24 @@ class TorchSymmetric:
         self._ops.all_to_all_vdev_2d_offset(x, out, splits, out_splits, self._group)
 
 
+def introduce(name: str, rank: int, size: int, store: Any) -> None:
+    """Tell torch's symmetric memory of a group by itself. Newer versions look into the registry of groups instead.
+
+    Others ask torch.distributed for the group's ranks, which knows of none that it has not made.
+    """
+    import torch.distributed._symmetric_memory as symm_mem
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    known: dict[str, Any] = getattr(symm_mem, "_group_name_to_store", {})
+    if name not in known:
+        known[name] = PrefixStore("symmetric memory/", store)
+        _SymmetricMemory.set_group_info(name, rank, size, known[name])
+
+
 def symm(shape: Shape, dtype: torch.dtype, world: NcclWorld) -> Exchange:
     """D over symmetric memory; P, whose sizes the host knows, over NCCL. Raises PackageMissing."""
     made = nccl(shape, dtype, world)
     decode = world.communicator(Phase.D, Role.TP)
     assert decode is not None
-    memory = TorchSymmetric(decode.index, decode.registered(), world.device)
+    memory = TorchSymmetric(decode, world.device)
     return Exchange(made.normal, SymmetricLatency(shape, memory, dtype))
