@@ -247,3 +247,8 @@ class Program:
         return any(
             len(set(mine) & set(theirs)) >= 2 for other in decode for mine in groups[role] for theirs in groups[other]
         )
+
+
+def collects(world: World, phase: Phase) -> bool:
+    """Whether `phase` has collectives at all, besides the operations of an expert exchange."""
+    return any(call.op not in EXCHANGING for call in Program(world, phase, layers=1).calls)

@@ -87,6 +87,8 @@ class DeviceOptions:
                 raise UsageError(f"{flag} {number}: must be {'at least 1' if most is None else f'1 to {most}'}")
         if self.device == "cpu":
             self._refuse_on_cpu()
+        elif self.exchange_sms is not None and self.exchange != "deepep":
+            raise UsageError(f"--exchange-sms {self.exchange_sms} is for --exchange deepep: add that, or leave it out")
         elif self.compiled:
             raise UsageError("--compile applies to --device cpu only: on cuda decode is captured as graphs already")
         elif self.dtype == "float32" and self._flashes:

@@ -248,7 +248,7 @@ def test_an_expert_exchange_takes_its_memory_from_the_kv_pool() -> None:
     assert abs((pool() - pool(exchange=taken)) * each - taken) < 16 * each, "to a block"
     assert exchange.reserved({"substrate": "nccl", "reason": "", "shape": asdict(shape)}, CUDA) == 0
     assert exchange.reserved({"substrate": "none", "reason": ""}, CUDA) == 0
-    fewer = DeviceOptions("cuda", exchange_sms=4).resolved(CONFIG)
+    fewer = DeviceOptions("cuda", exchange="deepep", exchange_sms=4).resolved(CONFIG)
     assert exchange.reserved(wanted, fewer) < taken
     says = r"beside .* of weights, 1\.1 GiB for the expert exchange and .* at most \d+ fit"
     with pytest.raises(UsageError, match=says):

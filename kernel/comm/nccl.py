@@ -29,6 +29,7 @@ from kernel.device.bounded import all_of
 from kernel.device.faults import of_device
 from kernel.device.occupancy import NCCL_CTAS
 from kernel.errors import RankLost, UsageError
+from kernel.program import collects
 from kernel.request import Phase
 from kernel.topology import Role, World
 
@@ -68,7 +69,7 @@ class NcclWorld:
             raise UsageError(f"rank {rank} of {world.size}: torch {torch.__version__} has no GPU, or no NCCL, here")
         if max_ctas is not None and not 1 <= max_ctas <= 64:
             raise UsageError(f"--max-ctas {max_ctas}: NCCL takes 1 to 64")
-        self._world, self._rank = world, rank
+        self.world, self._rank = world, rank
         self.device = torch.device("cuda", index)
         self.ctas = NCCL_CTAS if max_ctas is None else max_ctas
         """Most CTAs of one collective."""
@@ -84,7 +85,11 @@ class NcclWorld:
                         self._groups[phase, role] = Communicator(
                             name, members, rank, store, self.device, phase is Phase.D, max_ctas, timeout_s
                         )
-        self._collectives = {phase: NcclCollectives(phase, rank, self._roles(phase), self.ctas) for phase in Phase}
+        # What an exchange leaves may be nothing, and then no kernel of a collective is ever resident.
+        self._collectives = {
+            phase: NcclCollectives(phase, rank, self._roles(phase), self.ctas * collects(world, phase))
+            for phase in Phase
+        }
 
     def collectives(self, phase: Phase) -> NcclCollectives:
         """The communicators that `phase` owns; the same object every time."""
@@ -92,7 +97,7 @@ class NcclWorld:
 
     def communicator(self, phase: Phase, role: Role) -> Communicator | None:
         """That of `phase` for a canonical role; None where this rank is alone in it."""
-        return self._groups.get((phase, self._world.canonical(role)))
+        return self._groups.get((phase, self.world.canonical(role)))
 
     def warm(self, dtypes: Iterable[torch.dtype] = (torch.float32, torch.bfloat16)) -> None:
         """Use every communicator once with each operation, kind of kernel and type. All ranks together; waits."""
@@ -117,7 +122,7 @@ class NcclWorld:
         _abort([group for group in self._groups.values() if not group.closed])
 
     def _roles(self, phase: Phase) -> dict[Role, Communicator | None]:
-        return {role: self._groups.get((phase, self._world.canonical(role))) for role in Role}
+        return {role: self._groups.get((phase, self.world.canonical(role))) for role in Role}
 
 
 class Communicator:

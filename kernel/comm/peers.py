@@ -18,10 +18,14 @@ _TIMEOUT_S: Final = 120.0
 
 
 class Peers:
-    """The ranks of a world, each of which makes the same calls. store: used under a prefix of its own, `name`."""
+    """The ranks of a world, each of which makes the same calls. store: used under a prefix of its own, `name`.
+
+    The store outlives them. Every rank makes as many of one name, and the second of them reads nothing of the first.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, name: str, timeout_s: float = _TIMEOUT_S) -> None:
-        self._store: Any = PrefixStore(f"{name}/", store)
+        made = store.add(f"{name} made by {rank}", 1)
+        self._store: Any = PrefixStore(f"{name} {made}/", store)
         self.rank, self.size, self._name = rank, size, name
         self._timeout = timedelta(seconds=timeout_s)
         self._calls = 0

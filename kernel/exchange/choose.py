@@ -134,6 +134,8 @@ def _best(now: Situation) -> Choice:
 def _refuses(name: str, now: Situation) -> str | None:
     """Why `name` cannot be had here, packages aside."""
     cuda = now.device == "cuda"
+    if name == "deepep" and cuda and now.hosts > 1:
+        return f"{ONE_HOST} ({now.hosts} here): choose nccl, which keeps the same boundaries and permits"
     if name in now.broken:
         return now.broken[name]
     if name == "local":
@@ -153,9 +155,6 @@ def _refuses(name: str, now: Situation) -> str | None:
             f"torch's exchange over symmetric memory takes {SYMMETRIC_EXPERTS} experts a rank at most, not"
             f" {now.experts // now.world.size}: choose nccl, or raise --world"
         )
-    if now.hosts > 1:
-        if name == "deepep":
-            return f"{ONE_HOST} ({now.hosts} here): choose nccl, which keeps the same boundaries and permits"
-        if name == "symm":
-            return f"it is used on one host alone ({now.hosts} here): choose nccl"
+    if name == "symm" and now.hosts > 1:
+        return f"it is used on one host alone ({now.hosts} here): choose nccl"
     return None

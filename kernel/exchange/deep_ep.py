@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError, VersionMismatch
-from kernel.exchange.sizes import PEERS, residency
+from kernel.exchange.sizes import PEERS, low_latency_ctas, residency
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,7 +81,9 @@ def check(shape: Shape, *, num_sms: int, sms: int, nccl: int = 0, queue_depth: i
         if broken:
             raise UsageError(f"DeepEP cannot exchange {what}: {instead}; or choose --exchange nccl")
     check_queue_pairs(queue_pairs(shape, num_sms, hosts=hosts))
-    residency(shape, sms=sms, num_sms=num_sms, nccl=nccl).check()
+    few = low_latency_ctas(shape.experts, sms)
+    room = residency(shape, sms=sms, num_sms=num_sms, nccl=nccl)
+    room.check(rows=room.low_latency > few)
 
 
 def _rules(shape: Shape, num_sms: int, depth: int, hosts: int) -> Iterable[tuple[bool, str, str]]:
@@ -116,7 +118,7 @@ def _rules(shape: Shape, num_sms: int, depth: int, hosts: int) -> Iterable[tuple
     yield (
         depth < 2 * (rows + 1),
         f"{rows} decode rows a rank with NVSHMEM_QP_DEPTH={depth}",
-        f"it needs 2 x (rows + 1) = {2 * (rows + 1)}: raise the depth or lower the rows",
+        f"it needs 2 x (rows + 1) = {2 * (rows + 1)}: lower --rows",
     )
     yield (
         shape.row_bytes % 32 != 0 or shape.row_bytes > ROW_BYTES,

@@ -145,15 +145,17 @@ class Residency:
         """SMs left to everything else; below 0 a deadlock is possible."""
         return self.sms - self.used
 
-    def check(self, where: str = "") -> None:
-        """Raise UsageError, with the sum and the knobs, unless they fit."""
-        if self.free < 0:
-            raise UsageError(
-                f"{where}expert exchanges of P and D that must be resident together need {self.used} SMs of"
-                f" {self.sms} ({self.low_latency} of D's low-latency kernels + {self.normal} of P + {self.notify} of"
-                f" its notification + {self.nccl} of NCCL): lower --exchange-sms or --max-ctas, or take a model whose"
-                " experts divide into fewer low-latency CTAs"
-            )
+    def check(self, *, rows: bool = False) -> None:
+        """Raise UsageError, with the sum and the knobs, unless they fit. rows: those of D ask for more than experts."""
+        if self.free >= 0:
+            return
+        knobs = ["--rows"] * rows + ["--exchange-sms"] + ["--max-ctas"] * (self.nccl > 0)
+        model = "" if rows else ", or take a model whose experts divide into fewer low-latency CTAs"
+        raise UsageError(
+            f"expert exchanges of P and D that must be resident together need {self.used} SMs of {self.sms}"
+            f" ({self.low_latency} of D's low-latency kernels + {self.normal} of P + {self.notify} of its notification"
+            f" + {self.nccl} of NCCL): lower {' or '.join(knobs)}{model}"
+        )
 
 
 def residency(shape: Shape, *, sms: int, num_sms: int, nccl: int = 0) -> Residency:

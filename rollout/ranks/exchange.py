@@ -13,6 +13,8 @@ from kernel.exchange import deep_ep
 from kernel.exchange.choose import NEEDS, Choice, Situation, choose, world_refuses
 from kernel.exchange.shape import Shape, agree
 from kernel.exchange.sizes import exchange_bytes
+from kernel.program import collects
+from kernel.request import Phase
 from kernel.sched.policy import Limits
 from rollout.ranks.torchrun import place
 
@@ -35,11 +37,10 @@ def resolve(
     if options.device == "cuda" and hasattr(config, "hidden_size") and world_refuses(now) is None:
         limits = Limits(world.size, world.adp, 1, prefill_tokens=prefill_tokens, rows=rows, granule=world.atp)
         limits = replace(limits, buckets=options.buckets(rows, limits.buckets))
-        nccl = occupancy.NCCL_CTAS if options.max_ctas is None else options.max_ctas
+        shape = _shape(config, options, limits, world)
+        nccl = beside(world, occupancy.NCCL_CTAS if options.max_ctas is None else options.max_ctas)
         try:
-            deep_ep.check(
-                _shape(config, options, limits, world), num_sms=sms(options.exchange_sms), sms=deep_ep.SMS, nccl=nccl
-            )
+            deep_ep.check(shape, num_sms=sms(options.exchange_sms), sms=deep_ep.SMS, nccl=nccl)
         except UsageError as error:
             now = replace(now, broken={**now.broken, "deepep": str(error)})
     asked = options.exchange
@@ -95,6 +96,12 @@ def reserved(wanted: dict[str, Any], options: DeviceOptions) -> int:
     if wanted["substrate"] == "none":
         return 0
     return exchange_bytes(wanted["substrate"], Shape(**wanted["shape"]), num_sms=sms(options.exchange_sms))
+
+
+def beside(world: World, ctas: int) -> int:
+    """`ctas`, the most of one of NCCL's collectives, where ranks have any beside their exchange; else 0."""
+    split = replace(world, exchange="split")
+    return ctas if any(collects(split, phase) for phase in Phase) else 0
 
 
 def sms(asked: int | None) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kernel.comm.local import LocalCollectives
 from kernel.request import Phase
-from rollout.ranks.exchange import refuse, sms
+from rollout.ranks.exchange import beside, refuse, sms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -230,7 +230,8 @@ class Nccl(Communicators):
             from kernel.comm import deep_ep
 
             asked = sms(self._options["exchange_sms"])
-            return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=asked, nccl=self._nccl.ctas)
+            ctas = beside(self._nccl.world, self._nccl.ctas)
+            return deep_ep.build(shape, self._store, self._rank, self._gpu, num_sms=asked, nccl=ctas)
         if substrate == "nccl":
             from kernel.comm.exchange.nccl import nccl
 
