@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kernel.comm.exchange.routing import Packing, at_home, destinations, presence, summed
+from kernel.comm.exchange.routing import Packing, at_home, bytes_of, destinations, presence, summed
 from kernel.exchange.states import Normal, Place
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kernel.comm.exchange.wire import Matrix, Wire
@@ -94,10 +93,8 @@ class NormalOverWire(NormalStates):
 
 def returned(wire: Wire, results: Tensor, matrix: Matrix, label: str) -> Tensor:
     """Results [received, hidden] back to where their rows came from: [sent, hidden]."""
-    hidden = results.shape[1]
-    packed = results.contiguous().view(torch.uint8).view(results.shape[0], hidden * results.element_size())
-    back = wire.move(packed, [list(column) for column in zip(*matrix, strict=True)], label)
-    return back.view(results.dtype).view(-1, hidden)
+    back = wire.move(bytes_of(results), [list(column) for column in zip(*matrix, strict=True)], label)
+    return back.view(results.dtype)
 
 
 def value_of(event: Any) -> Any:
