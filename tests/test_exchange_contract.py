@@ -156,6 +156,27 @@ def test_an_operation_abandoned_behind_its_notification_retires_the_buffer(
         assert told == ["BufferRetired", "BufferRetired", "", ""]
 
 
+async def cancelled_with_data(me: Me, case: Case) -> list[str]:
+    """Abandon P's operation behind its submission: its buffer is clean once the data has moved."""
+    normal = me.keep["exchange"].normal
+    rows, experts, weights = on_device(me, case)
+    pending = normal.notify(Place(1, 4), experts)
+    await pending.event.wait()
+    normal.permit(pending)
+    received = normal.submit(pending, rows, weights)
+    assert normal.abandon("its request was cancelled")
+    told = [raised(normal.combine, Place(1, 4), received.rows), decode(me, case)]
+    if rows.is_cuda:
+        torch.cuda.synchronize()
+    normal.quiesce()
+    return [*told, await prefill(me, case)]
+
+
+def test_an_operation_abandoned_behind_its_submission_retires_the_buffer(ranks: Ranks) -> None:
+    for told in ranks.run(cancelled_with_data, Case((3, 5, 2, 4), "even", 5)):
+        assert told == ["BufferRetired", "", ""]
+
+
 async def misused(me: Me, case: Case) -> list[str]:
     exchange, place = me.keep["exchange"], Place(2, 0)
     rows, experts, weights = on_device(me, case)

@@ -1,8 +1,10 @@
-"""How messages of an expert exchange are packed: what is read is what was written, wherever its bytes lie."""
+"""How messages of an expert exchange are packed, and when they have moved: what is read is what was written."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -13,11 +15,15 @@ pytest.importorskip("torch")
 import torch
 
 from kernel.comm.exchange import pair
-from kernel.comm.exchange.normal import returned
+from kernel.comm.exchange.normal import Data, NormalOverWire, returned
 from kernel.comm.exchange.routing import Packing
 from kernel.comm.exchange.wire import LocalWire
+from kernel.errors import NotQuiescent, RankLost
 from kernel.exchange.shape import Shape
-from kernel.exchange.states import Place
+from kernel.exchange.states import Place, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -83,3 +89,62 @@ def test_an_exchange_takes_any_hidden_size_and_any_number_of_rows(dtype: torch.d
         assert torch.equal(came.rows, values)
         assert torch.equal(came.experts, chosen)
         assert torch.equal(back(place, came.rows), values)
+
+
+class Watched(LocalWire):
+    """Calls `moving` while data moves."""
+
+    moving: Any = None
+
+    def move(self, messages: torch.Tensor, matrix: Any, label: str) -> torch.Tensor:
+        self.moving()
+        return super().move(messages, matrix, label)
+
+
+def submission(wire: Watched) -> tuple[NormalOverWire, Callable[[], Any]]:
+    """An exchange whose data may be submitted, and what submits it."""
+    normal = NormalOverWire(Shape(1, 4, 8, 1, 8, 4, 4), wire, torch.float32)
+    pending = normal.notify(Place(3, 2), torch.zeros((2, 1), dtype=torch.int64))
+    normal.permit(pending)
+    return normal, lambda: normal.submit(pending, torch.ones(2, 8), torch.ones(2, 1))
+
+
+def test_a_buffer_is_not_clean_while_data_of_an_abandoned_submission_is_in_flight() -> None:
+    wire = Watched()
+    normal, submit = submission(wire)
+
+    def abandoned() -> None:
+        assert normal.abandon("its request was cancelled")
+        with pytest.raises(NotQuiescent, match="data that it submitted at epoch 3 layer 2 may be in flight"):
+            normal.quiesce()
+
+    wire.moving = abandoned
+    submit()
+    normal.quiesce()
+    assert normal.states.state is State.IDLE
+
+
+def test_a_buffer_is_not_clean_after_a_submission_that_failed() -> None:
+    wire = Watched()
+    normal, submit = submission(wire)
+    wire.moving = wire.close
+    with pytest.raises(RankLost):
+        submit()
+    assert normal.abandon("its rank was lost")
+    with pytest.raises(NotQuiescent, match="may be in flight"):
+        normal.quiesce()
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_data_on_a_gpu_has_moved_when_the_stream_has_come_so_far(
+    reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked: list[Any] = []
+    event = SimpleNamespace(record=marked.append, query=lambda: reached)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    data = Data()
+    assert not data.done()
+    data.ends_behind(SimpleNamespace(is_cuda=True, device="cuda:1"))  # type: ignore[arg-type]
+    assert data.done() is reached
+    assert marked == ["stream of cuda:1"]

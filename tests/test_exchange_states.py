@@ -44,6 +44,12 @@ def retired() -> Normal:
     return buffer
 
 
+def retired_with_data() -> Normal:
+    buffer = submitted()
+    assert buffer.abandon("its request was cancelled")
+    return buffer
+
+
 MISUSES = {
     "second notification": (DispatchPending, lambda: notified()[0].notify(Place(3, 8), 1), "second dispatch"),
     "notify while submitted": (DispatchPending, lambda: submitted().notify(Place(3, 8), 1), "is submitted"),
@@ -60,8 +66,14 @@ MISUSES = {
     "permit when retired": (BufferRetired, lambda: retired().permit(1), "quiescent point"),
     "submit when retired": (BufferRetired, lambda: retired().submit(1, counted=True), "quiescent point"),
     "combine when retired": (BufferRetired, lambda: retired().combine(HERE), "quiescent point"),
-    "cleaned while notified": (NotQuiescent, lambda: notified()[0].quiesce(drained=True), "is notified"),
-    "cleaned before drained": (NotQuiescent, lambda: retired().quiesce(drained=False), "has not arrived"),
+    "cleaned while notified": (NotQuiescent, lambda: notified()[0].quiesce(counted=True, moved=True), "is notified"),
+    "cleaned while submitted": (NotQuiescent, lambda: submitted().quiesce(counted=True, moved=True), "is submitted"),
+    "cleaned before counted": (
+        NotQuiescent, lambda: retired().quiesce(counted=False, moved=True), "has not arrived"
+    ),
+    "cleaned before moved": (
+        NotQuiescent, lambda: retired_with_data().quiesce(counted=True, moved=False), "may be in flight"
+    ),
 }
 
 
@@ -79,7 +91,7 @@ def test_each_misuse_of_p_has_its_own_error(what: str) -> None:
 
 def test_what_was_abandoned_is_usable_again_behind_the_quiescent_point() -> None:
     buffer = retired()
-    buffer.quiesce(drained=True)
+    buffer.quiesce(counted=True, moved=False)  # none was submitted
     assert buffer.state is State.IDLE
     number = buffer.notify(Place(4, 0), 8)
     buffer.permit(number)
@@ -166,6 +178,7 @@ class Buffer(RuleBasedStateMachine):
         super().__init__()
         self.real = Normal(0, 8)
         self.state, self.permitted, self.layer, self.number = "idle", False, 0, 0
+        self.sent = False
 
     def attempt(self, allowed: bool, call: object, *args: object, **more: object) -> bool:
         before = self.real.state
@@ -181,7 +194,7 @@ class Buffer(RuleBasedStateMachine):
     @rule(rows=st.integers(0, 10))
     def notify(self, rows: int) -> None:
         if self.attempt(self.state == "idle" and rows <= 8, self.real.notify, Place(0, self.layer + 1), rows):
-            self.state, self.permitted = "notified", False
+            self.state, self.permitted, self.sent = "notified", False, False
             self.layer += 1
             self.number += 1
 
@@ -194,7 +207,7 @@ class Buffer(RuleBasedStateMachine):
     def submit(self, counted: bool) -> None:
         allowed = self.state == "notified" and self.permitted and counted
         if self.attempt(allowed, self.real.submit, self.number, counted=counted):
-            self.state = "submitted"
+            self.state, self.sent = "submitted", True
 
     @rule(back=st.integers(0, 1))
     def combine(self, back: int) -> None:
@@ -207,9 +220,11 @@ class Buffer(RuleBasedStateMachine):
         assert self.real.abandon("test")
         self.state = "retired"
 
-    @rule(drained=st.booleans())
-    def quiesce(self, drained: bool) -> None:
-        if self.attempt(self.state in ("idle", "retired") and drained, self.real.quiesce, drained=drained):
+    @rule(counted=st.booleans(), moved=st.booleans())
+    def quiesce(self, counted: bool, moved: bool) -> None:
+        through = counted and (moved or not self.sent or self.state == "idle")
+        allowed = self.state in ("idle", "retired") and through
+        if self.attempt(allowed, self.real.quiesce, counted=counted, moved=moved):
             self.state = "idle"
 
     @invariant()

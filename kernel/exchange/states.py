@@ -65,7 +65,7 @@ class Normal:
         self.state = State.IDLE
         self.place = Place()
         self.operations = 0
-        self._permitted = False
+        self._permitted = self._sent = False
         self._why = ""
 
     @property
@@ -93,7 +93,8 @@ class Normal:
                 place,
                 "raise its row limit (the prefill budget of tokens) or admit fewer tokens",
             )
-        self.state, self.place, self._permitted = State.NOTIFIED, place, False
+        self.state, self.place = State.NOTIFIED, place
+        self._permitted = self._sent = False
         self.operations += 1
         return self.operations
 
@@ -119,7 +120,7 @@ class Normal:
                 self.place,
                 "await step.notified(layer) between notify and dispatch",
             )
-        self.state = State.SUBMITTED
+        self.state, self._sent = State.SUBMITTED, True
 
     def combine(self, place: Place) -> None:
         """Results go back, and the buffer is free. Raises NotDispatched, BufferRetired."""
@@ -146,13 +147,20 @@ class Normal:
             self.state, self._why = State.RETIRED, why
         return self.state is State.RETIRED
 
-    def quiesce(self, *, drained: bool) -> None:
+    def quiesce(self, *, counted: bool, moved: bool) -> None:
         """A point that the plan fixes for all ranks, with no P in flight anywhere: a retired buffer is idle again.
 
-        drained: everything that was enqueued on the buffer has finished here. Raises NotQuiescent.
+        counted: the counts of the last notification are there. moved: what was last submitted has finished on this
+        rank's device; asked for only where the abandoned operation had submitted data. Raises NotQuiescent.
         """
-        if self.pending or not drained:
-            doing = f"its dispatch is {self.state}" if self.pending else "what it notified of has not arrived"
+        doing = ""
+        if self.pending:
+            doing = f"its dispatch is {self.state}"
+        elif not counted:
+            doing = "what it notified of has not arrived"
+        elif self.state is State.RETIRED and self._sent and not moved:
+            doing = f"data that it submitted at {self.place} may be in flight"
+        if doing:
             raise self._error(
                 NotQuiescent,
                 f"P's buffer is cleaned while {doing}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kernel.comm.exchange.latency import GraphStates
-from kernel.comm.exchange.normal import NormalStates, PendingDispatch, value_of
+from kernel.comm.exchange.normal import Data, NormalStates, PendingDispatch, value_of
 from kernel.comm.exchange.routing import Packing, at_home, presence
 from kernel.errors import RankLost
 from kernel.exchange.states import LowLatency, Normal, Place
@@ -80,11 +80,13 @@ class NormalOverGroup(NormalStates, _OverGroup):
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
         self._matrix = value_of(pending.event)
+        data = self._data = Data()
         # In order of destination, then of rows; the host knows how many there are.
         flags, count = pending.sources.t().reshape(-1), rows.shape[0]
         order = flags.to(torch.int8).argsort(descending=True, stable=True)[: sum(self._matrix[self._rank])]
         packed = self._packing.pack(rows, pending.experts, weights).index_select(0, order.remainder(max(1, count)))
         arrived = self._moved(packed, self._matrix, f"dispatch of {pending.place}")
+        data.ends_behind(arrived)
         return at_home(*self._packing.unpack(arrived), self._shape, self._rank)
 
     def combine(self, place: Place, results: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kernel.comm.exchange.routing import Packing, at_home, bytes_of, destinations, presence, summed
 from kernel.exchange.states import Normal, Place
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from kernel.comm.exchange.wire import Matrix, Wire
@@ -32,12 +33,35 @@ class PendingDispatch:
         self.number, self.place, self.experts, self.sources, self.event = number, place, experts, sources, event
 
 
+class Data:
+    """What one submission moves: under way until `ends_behind`, and then until the device has come so far."""
+
+    __slots__ = ("_ended", "_mark")
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._mark: Any = None
+
+    def ends_behind(self, came: Tensor) -> None:
+        """It has moved with what is enqueued on the stream of `came` by now; on the host, with this call."""
+        if came.is_cuda:
+            self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._mark.record(torch.cuda.current_stream(came.device))
+        self._ended = True
+
+    def done(self) -> bool:
+        """Whether nothing of it is in flight here."""
+        return self._ended and (self._mark is None or self._mark.query())
+
+
 class NormalStates:
     """The part of `kernel.ports.NormalExchange` that keeps account of permits and of what was abandoned."""
 
     states: Normal
     _last: Any = None
     """The newest pending dispatch, of the substrate's own kind."""
+    _data: Data | None = None
+    """Of the newest submission."""
 
     def permit(self, pending: PendingDispatch) -> None:
         """See the port."""
@@ -48,9 +72,11 @@ class NormalStates:
         return self.states.abandon(why)
 
     def quiesce(self) -> None:
-        """See the port. What was notified of has arrived once its counts are there: no data was submitted behind it."""
-        self.states.quiesce(drained=self._last is None or self._last.event.done())
-        self._last = None
+        """See the port. What was notified of has arrived once its counts are there, and what was submitted once its
+        data has moved."""
+        counted, moved = (each is None or each.done() for each in (self._last and self._last.event, self._data))
+        self.states.quiesce(counted=counted, moved=moved)
+        self._last = self._data = None
 
 
 class NormalOverWire(NormalStates):
@@ -74,8 +100,10 @@ class NormalOverWire(NormalStates):
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
         self._matrix = value_of(pending.event)
+        data = self._data = Data()
         packed = self._packing.pack(rows, pending.experts, weights).index_select(0, pending.sources)
         came = self._wire.move(packed, self._matrix, f"dispatch of {pending.place}")
+        data.ends_behind(came)
         return at_home(*self._packing.unpack(came), self._shape, self._wire.rank)
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
