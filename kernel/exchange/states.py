@@ -9,7 +9,8 @@
 At most one dispatch is pending on a buffer. What peers were notified of cannot be taken back, so an operation that is
 abandoned behind its notification retires the buffer until a quiescent point, which the plan fixes for all ranks. D's
 operations alternate between two halves of its buffer by a bit of the host, which a captured graph freezes: a graph, and
-what runs between two replays, must hold an even number of them.
+what runs between two replays, must hold an even number of them. A capture turns the bit as well and executes nothing:
+one that ends in the middle of a layer leaves the bit where the device is not, and only a new buffer brings it back.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Normal:
                 place,
                 "combine the pending one first: a P buffer holds one",
             )
-        if rows > self.most:
+        if not 0 <= rows <= self.most:
             raise self._error(
                 RowLimit,
                 f"P dispatches {rows} rows over an exchange built for {self.most}",
@@ -202,7 +203,10 @@ class Hold:
 
 
 class LowLatency:
-    """D's buffer on `rank`: `most` rows of each rank in every operation, which fixes its layout for good."""
+    """D's buffer on `rank`: `most` rows of each rank in every operation, which fixes its layout for good.
+
+    operations: so far, eager or captured, as often as the host's bit was turned.
+    """
 
     def __init__(self, rank: int, most: int) -> None:
         self.rank, self.most = rank, most
@@ -210,15 +214,17 @@ class LowLatency:
         self.place = Place()
         self._dispatched = self._closed = False
         self._eager = 0
+        self._broken = ""
         self._capturing: Hold | None = None
         self._held: list[Hold] = []
 
     def dispatch(self, place: Place, rows: int, most: int | None = None) -> None:
         """Send own rows. most: the row limit that the caller's layout assumes, None for the buffer's.
 
-        Raises DispatchPending, RowLimit, RowsChanged, StillHeld (after `close`).
+        Raises DispatchPending, RowLimit, RowsChanged, StillHeld (after `close`), OddGraph (after half a capture).
         """
         self._open(place)
+        self._whole("D dispatches", place)
         if self._dispatched:
             raise self._error(
                 DispatchPending,
@@ -233,7 +239,7 @@ class LowLatency:
                 place,
                 "use one maximum for all graphs and eager forwards that share a buffer",
             )
-        if rows > self.most:
+        if not 0 <= rows <= self.most:
             raise self._error(
                 RowLimit,
                 f"D dispatches {rows} rows over an exchange built for {self.most} a rank",
@@ -250,6 +256,13 @@ class LowLatency:
             raise self._error(
                 NotDispatched, "D combines without a dispatch", place, "dispatch first: each combine belongs to one"
             )
+        if place != self.place:
+            raise self._error(
+                NotDispatched,
+                f"D combines for another dispatch than the pending one of {self.place}",
+                place,
+                "combine each layer before the next one dispatches",
+            )
         self._dispatched = False
         self._count()
 
@@ -258,36 +271,41 @@ class LowLatency:
     def capture(self, name: str) -> Hold:
         """A capture begins; operations until `captured` belong to its graph. Raises OddGraph, StillHeld."""
         self._open(self.place)
-        if self._capturing is not None:
-            raise self._error(
-                OddGraph, f"graph {name} is captured inside graph {self._capturing.name}", self.place, "end that first"
-            )
+        self._uncaptured(OddGraph, f"graph {name} is captured")
+        self._whole(f"graph {name} is captured", self.place)
         self._even(f"graph {name} is captured")
         self._capturing = Hold(name)
         return self._capturing
 
     def captured(self, hold: Hold, *, well: bool = True) -> None:
         """The capture has ended, `well` or by an error, which leaves no graph. Raises OddGraph."""
+        if hold is not self._capturing:
+            raise self._error(
+                OddGraph, f"the capture of graph {hold.name} ends, which had ended", self.place, "end each once"
+            )
         self._capturing = None
-        if not well:
-            self._dispatched = False
-            return
         if hold.operations % 2:
             self._dispatched = False
-            raise self._error(
-                OddGraph,
-                f"graph {hold.name} holds {hold.operations} low-latency operations",
-                self.place,
-                "a graph needs an even number: dispatch and combine of whole layers",
-            )
-        self._held.append(hold)
+            self._broken = f"the capture of graph {hold.name} ended after {hold.operations} low-latency operations"
+            if well:
+                raise self._error(
+                    OddGraph,
+                    f"graph {hold.name} holds {hold.operations} low-latency operations",
+                    self.place,
+                    "a graph needs an even number: dispatch and combine of whole layers",
+                )
+        if well:
+            self._held.append(hold)
 
     def replay(self, hold: Hold) -> None:
-        """A graph is launched. Raises OddGraph after an odd number of eager operations, StillHeld once dropped."""
+        """A graph is to be launched: say so before. Raises OddGraph after an odd number of eager operations, after
+        half a capture and during one, StillHeld once dropped."""
         if hold not in self._held:
             raise self._error(
                 StillHeld, f"graph {hold.name} is replayed after it was dropped", self.place, "capture it again"
             )
+        self._uncaptured(OddGraph, f"graph {hold.name} is replayed")
+        self._whole(f"graph {hold.name} is replayed", self.place)
         self._even(f"graph {hold.name} is replayed")
 
     def drop(self, hold: Hold) -> None:
@@ -300,8 +318,20 @@ class LowLatency:
         """Names of the graphs that hold pointers into the buffer."""
         return (hold.name for hold in self._held)
 
-    def close(self) -> None:
-        """The buffer goes. Raises StillHeld while a graph holds pointers into it. Idempotent."""
+    def close(self, *, aborts: bool = False) -> None:
+        """The buffer goes. aborts: a pending dispatch ends by it, or its memory outlives the exchange.
+
+        Raises StillHeld while a graph holds pointers into it or is captured, DispatchPending, unless it `aborts`, while
+        a dispatch waits for its combine. Idempotent.
+        """
+        self._uncaptured(StillHeld, "D's exchange is destroyed")
+        if self._dispatched and not aborts:
+            raise self._error(
+                DispatchPending,
+                f"D's exchange is destroyed before the combine of {self.place}",
+                self.place,
+                "combine first: peers still write into the buffer",
+            )
         if self._held:
             names = ", ".join(self.graphs)
             raise self._error(
@@ -326,6 +356,20 @@ class LowLatency:
                 f"{what} after {self._eager} eager low-latency operations",
                 self.place,
                 "an even number must lie between replays: combine what was dispatched",
+            )
+
+    def _uncaptured(self, kind: type[ExchangeError], what: str) -> None:
+        if self._capturing is not None:
+            inside = f"{what} while graph {self._capturing.name} is captured"
+            raise self._error(kind, inside, self.place, "end the capture first")
+
+    def _whole(self, what: str, place: Place) -> None:
+        if self._broken:
+            raise self._error(
+                OddGraph,
+                f"{what} after {self._broken}",
+                place,
+                "the host and the device disagree on the half that is next: build the exchange anew",
             )
 
     def _open(self, place: Place) -> None:

@@ -150,5 +150,5 @@ class LatencyOverGroup(GraphStates, _OverGroup):
 
     def close(self) -> None:
         """See the port. The group is its owner's."""
-        self.states.close()
+        self.states.close(aborts=True)
         self._group = None

@@ -85,7 +85,7 @@ class LatencyOverWire(GraphStates):
 
     def close(self) -> None:
         """See the port."""
-        self.states.close()
+        self.states.close(aborts=True)
         self._wire.close()
 
     def _padding(self) -> Tensor:

@@ -100,7 +100,7 @@ class SymmetricLatency(GraphStates):
 
     def close(self) -> None:
         """See the port. The memory goes with the process's runtime."""
-        self.states.close()
+        self.states.close(aborts=True)
         self._closed = True
 
     def _open(self, place: Place) -> None:
