@@ -110,7 +110,8 @@ def test_each_misuse_of_d_has_its_own_error() -> None:
             misuse(*args, **more)  # type: ignore[operator]
         assert type(caught.value) is kind
         assert "\n" not in str(caught.value)
-        assert f"rank 2, epoch {caught.value.epoch}, layer {caught.value.layer}" in str(caught.value)
+        assert f"rank 2, round {caught.value.epoch}, layer {caught.value.layer}" in str(caught.value)
+        assert "epoch" not in str(caught.value)
 
     buffer = LowLatency(2, 16)
     fails(NotDispatched, "without a dispatch", buffer.combine, HERE)
@@ -120,7 +121,7 @@ def test_each_misuse_of_d_has_its_own_error() -> None:
     buffer.dispatch(HERE, 16)
     fails(DispatchPending, "combine first", buffer.dispatch, HERE, 1)
     fails(OddGraph, "after 1 eager", buffer.capture, "D 64")
-    fails(NotDispatched, "another dispatch than the pending one", buffer.combine, Place(3, 8))
+    fails(NotDispatched, "another dispatch than the pending one of round 3 layer 7", buffer.combine, Place(3, 8))
     fails(DispatchPending, "destroyed before the combine", buffer.close)
     buffer.combine(HERE)
     hold = buffer.capture("D 64")

@@ -45,6 +45,11 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"epoch {self.epoch} layer {self.layer}"
 
+    @property
+    def of_d(self) -> str:
+        """For messages about D, whose places are in rounds."""
+        return f"round {self.epoch} layer {self.layer}"
+
 
 class State(StrEnum):
     """Of a buffer."""
@@ -228,7 +233,7 @@ class LowLatency:
         if self._dispatched:
             raise self._error(
                 DispatchPending,
-                f"D dispatches again before the combine of {self.place}",
+                f"D dispatches again before the combine of {self.place.of_d}",
                 place,
                 "two low-latency operations in flight on one buffer corrupt it: combine first",
             )
@@ -259,7 +264,7 @@ class LowLatency:
         if place != self.place:
             raise self._error(
                 NotDispatched,
-                f"D combines for another dispatch than the pending one of {self.place}",
+                f"D combines for another dispatch than the pending one of {self.place.of_d}",
                 place,
                 "combine each layer before the next one dispatches",
             )
@@ -328,7 +333,7 @@ class LowLatency:
         if self._dispatched and not aborts:
             raise self._error(
                 DispatchPending,
-                f"D's exchange is destroyed before the combine of {self.place}",
+                f"D's exchange is destroyed before the combine of {self.place.of_d}",
                 self.place,
                 "combine first: peers still write into the buffer",
             )
@@ -377,4 +382,4 @@ class LowLatency:
             raise self._error(StillHeld, "D uses an exchange that was destroyed", place, "build it anew")
 
     def _error(self, kind: type[ExchangeError], what: str, place: Place, instead: str) -> ExchangeError:
-        return kind(what, rank=self.rank, epoch=place.epoch, layer=place.layer, instead=instead)
+        return kind(what, rank=self.rank, epoch=place.epoch, layer=place.layer, instead=instead, unit="round")

@@ -132,7 +132,7 @@ class LatencyOverGroup(GraphStates, _OverGroup):
 
     def dispatch(self, place: Place, rows: Tensor, experts: Tensor, weights: Tensor) -> Received:
         """See the port. Weights travel along."""
-        group, self._count = self._open(f"dispatch of {place}"), rows.shape[0]
+        group, self._count = self._open(f"dispatch of {place.of_d}"), rows.shape[0]
         self.states.dispatch(place, self._count)
         packed = torch.cat([self._packing.pack(rows, experts, weights), self._nobody[self._count :]])
         everybody = packed.new_empty((group.size * packed.shape[0], packed.shape[1]))
@@ -141,7 +141,7 @@ class LatencyOverGroup(GraphStates, _OverGroup):
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
         """See the port. Sums are taken in order of ranks."""
-        group = self._open(f"combine of {place}")
+        group = self._open(f"combine of {place.of_d}")
         self.states.combine(place)
         back = torch.empty_like(results)
         group.all_to_all(back, results.contiguous(), (), ())

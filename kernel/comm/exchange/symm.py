@@ -105,7 +105,7 @@ class SymmetricLatency(GraphStates):
 
     def _open(self, place: Place) -> None:
         if self._closed:
-            raise RankLost(f"rank {self._memory.rank} at {place} of D was given up: its exchange was closed")
+            raise RankLost(f"rank {self._memory.rank} at {place.of_d} of D was given up: its exchange was closed")
 
 
 class TorchSymmetric:
