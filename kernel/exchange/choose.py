@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import PackageMissing, UsageError
+from kernel.exchange.sizes import PEERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +42,9 @@ INSTALL: Final[Mapping[str, str]] = {
     "nvshmem.core": "pip install 'turnstile[cuda]' (nvshmem4py-cu13, beside nvidia-nvshmem-cu13)",
     "symm_mem": "install a build of torch with CUDA whose symmetric memory has NVSHMEM (2.9 or later)",
 }
+GPUS: Final = ("nccl", "deepep", "symm")
+"""Substrates that move GPU tensors."""
+DEEP_EP_RANKS: Final = (2, 4, PEERS)
 ONE_HOST: Final = "stock DeepEP cannot hold the buffers of two phases across hosts"
 
 
@@ -135,7 +139,7 @@ def _refuses(name: str, now: Situation) -> str | None:
     if name in now.broken:
         return now.broken[name]
     if name == "local":
-        return None if now.world.size == 1 else "it is for one rank: choose auto"
+        return None if now.world.size == 1 else "it is for one rank: choose --world 1, or another exchange"
     if now.world.size == 1:
         return "one rank has every expert at home: choose local, or none"
     if name in ("shm", "gloo"):
@@ -151,4 +155,6 @@ def _refuses(name: str, now: Situation) -> str | None:
             return f"{ONE_HOST} ({now.hosts} here): choose nccl, which keeps the same boundaries and permits"
         if name == "symm":
             return f"it is used on one host alone ({now.hosts} here): choose nccl"
+    if name == "deepep" and now.world.size not in DEEP_EP_RANKS:
+        return f"its normal path is built for 2, 4 or 8 ranks, not {now.world.size}: change --world, or choose nccl"
     return None
