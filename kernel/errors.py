@@ -119,11 +119,13 @@ class ModelError(TurnstileError):
 class ExchangeError(TurnstileError):
     """An expert exchange was used against its states.
 
-    The message always names rank, epoch (of D: its round) and layer, and says what to do.
+    The message always names rank, epoch (of D: its round, as `unit` says) and layer, and says what to do.
     """
 
-    def __init__(self, what: str, *, rank: int, epoch: int, layer: int, instead: str) -> None:
-        super().__init__(f"{what} (rank {rank}, epoch {epoch}, layer {layer}): {instead}")
+    def __init__(
+        self, what: str, *, rank: int, epoch: int, layer: int, instead: str, unit: str = "epoch"
+    ) -> None:
+        super().__init__(f"{what} (rank {rank}, {unit} {epoch}, layer {layer}): {instead}")
         self.rank, self.epoch, self.layer = rank, epoch, layer
 
 

@@ -150,23 +150,27 @@ class LowLatencyExchange(Protocol):
     def dispatch(self, place: Place, rows: Tensor, experts: Tensor, weights: Tensor) -> Received:
         """Send rows [n, hidden] to their experts [n, k] (-1 for none), n at most the fixed number.
 
-        weights [n, k] stay here, for `combine`. Raises DispatchPending, RowLimit.
+        weights [n, k] stay here, for `combine`. Raises DispatchPending, RowLimit, OddGraph after half a capture.
         """
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
-        """Return the results of `dispatch`'s rows; own rows' weighted sums [n, hidden]. Raises NotDispatched."""
+        """Return the results of `dispatch`'s rows at the same place; own rows' weighted sums [n, hidden].
+
+        Raises NotDispatched.
+        """
 
     def capture(self, name: str) -> AbstractContextManager[Any]:
         """Around a graph's capture: gives the hold, which `replayed` and `dropped` name. Raises OddGraph at its end."""
 
     def replayed(self, hold: Any) -> None:
-        """A captured graph is launched. Raises OddGraph, StillHeld."""
+        """A captured graph is launched next; not when this raises OddGraph or StillHeld."""
 
     def dropped(self, hold: Any) -> None:
         """A captured graph is gone. Idempotent."""
 
     def close(self) -> None:
-        """As P's. Raises StillHeld while a graph holds pointers into the buffer. Idempotent."""
+        """As P's. Raises StillHeld while a graph is captured or holds pointers into the buffer; DispatchPending where
+        the buffer's memory would go from under a dispatch. Idempotent."""
 
 
 class ExpertExchange(Protocol):

@@ -272,7 +272,10 @@ class Step:
         return nullcontext() if self._low_latency is None else self._low_latency.capture(name)
 
     def replayed(self, hold: Any = None) -> None:
-        """The whole program ran at once, inside one launch (a captured graph). Raises ModelError after a part of it."""
+        """The whole program runs at once, in the one launch that follows (of a captured graph).
+
+        Raises ModelError after a part of it; OddGraph and StillHeld where the expert exchange forbids the launch.
+        """
         if self._next:
             raise ModelError(f"{self.phase} forward replays its program after {self.program.calls[self._next - 1]} ran")
         self._next = len(self.program.calls)

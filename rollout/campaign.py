@@ -14,7 +14,6 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from models.config import read_config
 from rollout import fingerprint, policies, resume
 from rollout.args import TINY, Options, parse
 from rollout.device import CPU_KV_TOKENS
+from rollout.ending import Ending, end_once
 from rollout.progress import Progress
 from rollout.ranks import exchange, gpus
 from rollout.ranks.torchrun import place
@@ -64,7 +64,7 @@ def main(command: str, argv: Sequence[str]) -> int:
     before = signal.getsignal(signal.SIGTERM)
     ours = threading.current_thread() is threading.main_thread()
     if ours:  # SIGTERM is Ctrl-C, also before the loop handles it
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, end_once)
     try:
         campaign = prepare(options, source)
         try:
@@ -127,13 +127,10 @@ def execute(campaign: Campaign, source: Trace) -> int:
     status = "failed"
     try:
         try:
-            with asyncio.Runner(loop_factory=loop_factory) as runner:
-                runner.run(_replay_all(campaign))
+            with Ending() as ending, asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(_replay_all(campaign, ending))
         except BaseExceptionGroup as group:
             _raise_first(group)
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # asked to end once, it is ending
         status = "complete"
     except (KeyboardInterrupt, asyncio.CancelledError):
         status = "interrupted"
@@ -282,7 +279,7 @@ def _engine_part(module: str, name: str) -> Any:
 # -- during ---------------------------------------------------------------------------------------------------------
 
 
-async def _replay_all(campaign: Campaign) -> None:
+async def _replay_all(campaign: Campaign, ending: Ending) -> None:
     options = campaign.options
     task = asyncio.current_task()
     assert task is not None
@@ -295,7 +292,9 @@ async def _replay_all(campaign: Campaign) -> None:
 
     # torchrun ends all processes of a host as soon as one has failed: the reason is to be told then, and is on its way.
     grace_s = TORCHRUN_GRACE_S if place() is not None else 0.0
-    loop.add_signal_handler(signal.SIGTERM, partial(loop.call_later, grace_s, interrupt))
+    ending.heard_by(
+        lambda number: loop.call_later(grace_s, interrupt) if number == signal.SIGTERM else task.cancel()
+    )
     sink = Sink(campaign.out / "requests.jsonl", append=options.resume)
     engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
     warm_up = campaign.out / WARM_UP

@@ -62,11 +62,11 @@ class Substrate:
 SUBSTRATES = (
     Substrate("local", 1),
     Substrate("shm", 2),
-    Substrate("shm", 4, dtype="bfloat16", tolerance=4e-2, slow=True),
+    Substrate("shm", 4, hidden=25, dtype="bfloat16", tolerance=4e-2, slow=True),
     Substrate("shm", 4, capacity=4096, hidden=200),
     Substrate("gloo", 2),
     Substrate("gloo", 4, slow=True),
-    Substrate("group", 2, dtype="bfloat16", tolerance=4e-2),
+    Substrate("group", 2, hidden=25, dtype="bfloat16", tolerance=4e-2),
     Substrate("group", 4, slow=True),
     Substrate("symmetric", 2),
     Substrate("symmetric", 4, topk=5, dtype="bfloat16", tolerance=4e-2, slow=True),

@@ -21,8 +21,9 @@ from kernel.topology import World
 from rollout import cli
 from verify.check import args
 from verify.check import policy as checked_policy
-from verify.check.args import LAYERS, RANKS, SEGMENTS, SIZES, parse
+from verify.check.args import LAYERS, SEGMENTS, parse
 from verify.check.order import certified
+from verify.check.worlds import RANKS, SIZES
 from verify.explore.token import Token
 from verify.sim.world import WIDE
 from verify.trial.enact import attempt

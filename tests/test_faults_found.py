@@ -58,16 +58,68 @@ def test_a_run_that_has_hardly_begun_ends_at_the_first_signal(number: signal.Sig
     assert stderr.count("\n") == 1
 
 
+MOMENTS = """
+import os, signal, sys, threading, time
+
+if sys.orig_argv[1:3] == ["-m", "turnstile"]:
+    seen, at, hits = [0, False], int(os.environ["AT"]), int(os.environ["HITS"])
+    begins = os.environ["SINCE"]
+
+    def hit():
+        for _ in range(hits):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    def hook(event, args):
+        seen[1] = seen[1] or begins in (event, f"{event} {args[0] if args else ''}")
+        seen[0] += seen[1]
+        if seen[0] == at and seen[1]:
+            seen[0] += 1
+            threading.Thread(target=hit, daemon=True).start()
+
+    sys.addaudithook(hook)
+"""
+EVENTS = [
+    *[("import rollout", at) for at in (2, 300, 1300, 1450, 5000, 12_000, 17_500)],
+    *[("subprocess.Popen", at) for at in (1, 6, 20, 60)],
+]
+"""Of the interpreter (an import, a file, a socket ...), since the first module and since ranks are started."""
+
+
 @pytest.mark.slow
-def test_a_run_that_is_told_to_end_again_and_again_ends_as_if_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hits", [1, 9])
+def test_whenever_it_is_interrupted_it_ends_in_one_line(
+    hits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(MOMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HITS", str(hits))
+    reached = set()
+    for since, at in EVENTS:
+        monkeypatch.setenv("SINCE", since)
+        monkeypatch.setenv("AT", str(at))
+        with rollout(tmp_path / f"{since[:6]}{at}", "--fraction", "0.2", "--time-scale", "1") as run:
+            stdout, stderr = run.communicate(timeout=120)
+        assert (run.returncode, stdout, stderr.count("\n")) == (130, "", 1), (since, at, stderr)
+        assert stderr.startswith("turnstile: interrupted")
+        reached.add(stderr.startswith("turnstile: interrupted: "))
+    assert reached == {False, True}, "signals came before there was a run, and during one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [0.005, 0.05])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_end_again_and_again_ends_as_if_told_once(
+    number: signal.Signals, pause_s: float, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     with rollout(out) as run:
         until(lambda: lines(out) >= 3)
         while run.poll() is None:
-            run.send_signal(signal.SIGTERM)
-            time.sleep(0.02)
+            run.send_signal(number)
+            time.sleep(pause_s)
         stdout, stderr = run.communicate(timeout=120)
-    assert (run.returncode, stdout) == (130, "")
+    assert (run.returncode, stdout, stderr.count("\n")) == (130, "", 1)
     assert stderr.startswith("turnstile: interrupted: ")
     assert json.loads((out / "run.json").read_text())["status"] == "interrupted"
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -389,17 +390,21 @@ def test_weights_that_are_no_numbers(bad: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hits", [1, 2])
-def test_an_interrupt_while_modules_are_loaded_is_no_traceback(hits: int, tmp_path: Path) -> None:
-    script = tmp_path / "early.py"
-    script.write_text(
-        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from turnstile import __main__ as face\n"
-        "class Finder:\n    def find_spec(self, name, *rest):\n"
-        f"        if name == 'rollout.cli': [os.kill(os.getpid(), signal.SIGINT) for _ in range({hits})]\n"
-        "sys.meta_path.insert(0, Finder())\nsys.exit(face.main(['--version']))\n"
+@pytest.mark.parametrize("name", ["rollout", "rollout.cli", "rollout.args"])
+@pytest.mark.parametrize("inside", ["", "exec"])  # of a string: a dataclass is made by that
+def test_an_interrupt_while_modules_are_loaded_is_no_traceback(
+    hits: int, name: str, inside: str, tmp_path: Path
+) -> None:
+    hit = f"[os.kill(os.getpid(), signal.SIGINT) for _ in range({hits})]"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nclass Finder:\n    def find_spec(self, name, *rest):\n"
+        f"        if name == {name!r}: {f'exec({hit!r})' if inside else hit}\n"
+        "sys.meta_path.insert(0, Finder())\n"
     )
+    # As a module: a script's exit code is its own, whatever CPython remembers of interrupts.
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(HOUSE)},
+        [sys.executable, "-m", "turnstile", "rollout", "--help"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HOUSE}"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "turnstile: interrupted\n")

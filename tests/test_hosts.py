@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,7 @@ from kernel.topology import World
 from models.tiny import write_checkpoint
 from tests.hosts_program import generate
 
-if TYPE_CHECKING:
-    from pathlib import Path
+ROOT = Path(__file__).parents[1]
 
 
 def _free_port() -> int:
@@ -58,3 +58,41 @@ def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
                      "--length-scale", "0.02", "--fraction", "0.03")  # fmt: skip
     assert ended.returncode != 0
     assert "--world 4, but torchrun started 2 processes" in ended.stderr
+
+
+STOPS = """
+import ctypes, os, sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "kernel.comm.exchange.gloo" or os.environ.get("RANK") != "1":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            module.GlooWire.__init__ = lambda *_: ctypes.PyDLL(None).sleep(120)  # all its threads stand
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_while_the_exchange_is_built_is_alone_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STOPS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
+    ended = torchrun(2, "turnstile", "rollout", "--world", "2", "--adp", "2", "--ep", "2", "--exchange", "gloo",
+                     "--rank-timeout", "3", "--out", str(tmp_path / "run"),
+                     "--length-scale", "0.02", "--fraction", "0.03")  # fmt: skip
+    assert ended.returncode != 0
+    said = [line for line in ended.stderr.splitlines() if line.startswith("turnstile: ")]
+    assert said, ended.stderr
+    assert said[0].startswith("turnstile: rank 1 at 127.0.0.1 has not answered for 3 s")

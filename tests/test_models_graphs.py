@@ -157,6 +157,22 @@ def test_rows_of_padding_are_sent_to_nobody(path: Path, monkeypatch: pytest.Monk
     low.close()
 
 
+def test_a_launch_that_the_exchange_forbids_does_not_happen(path: Path) -> None:
+    team = GraphedTeam(path, World(2, 2, 2, exchange="split"), (4,))
+    context = team.admit(0, prompt(1, 3), 20)
+    team.prefill([context])
+    model, low = team.models[0], team.exchange(0, None).low_latency
+    bucket = model._buckets[4]
+    before = [graph.replays for graph in team.devices[0].graphs]
+    low.dropped(bucket.hold)
+    row = Row(context.slot, None, len(context.tokens) - 1, context.blocks, context.params)
+    step = team._make(0, Phase.D, (4, 4), 1)
+    with team.devices[0].scope(Phase.D), pytest.raises(StillHeld, match="after it was dropped"):
+        model.forward(step, [row]).send(None)
+    assert [graph.replays for graph in team.devices[0].graphs] == before
+    assert model.replays == 0
+
+
 def test_greedy_text_is_that_of_transformers(path: Path, oracle: Oracle) -> None:
     team = GraphedTeam(path, World(1), (4,))
     contexts = [team.admit(0, prompt(n, 3 + n), 40) for n in range(3)]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kernel.errors import UsageError
+from kernel.exchange.shape import Shape
 from kernel.topology import World
 from rollout.device import DeviceOptions
 from rollout.ranks import exchange
@@ -84,3 +88,25 @@ def test_symmetric_memory_with_more_experts_than_its_kernel_has_warps_is_refused
     with pytest.raises(UsageError, match=r"--exchange symm: .* takes 16 experts a rank at most, not 32: choose nccl"):
         resolved("symm")
     assert resolved("symm", experts=32)[1].substrate == "symm"
+
+
+async def test_while_groups_are_made_with_all_peers_the_loop_goes_on() -> None:
+    """Else a rank whose peer has stopped seems to have stopped too: its heart beats on the loop."""
+    shape, turned = Shape(2, 8, 16, 2, 64, 16), threading.Event()
+
+    class Link:
+        rendezvous: Any
+
+        async def exchange(self, tag: str, payload: bytes) -> list[bytes]:
+            return [payload, payload]
+
+    link: Any = Link()
+    link.rendezvous = SimpleNamespace(exchange=link.exchange)
+    link.exchange = lambda *what: what if turned.wait(20) else "the loop was held"
+    wanted = {"substrate": "gloo", "shape": asdict(shape)}
+    config = {"exchange": wanted, "device": {"device": "cpu", "dtype": "float32"}}
+    building = asyncio.create_task(exchange.build(config, 0, link))
+    while not building.done():
+        await asyncio.sleep(0.01)
+        turned.set()
+    assert await building == ("gloo", shape, "float32")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+# What takes time to load is loaded in `main`, where an interrupt ends in one line.
 import os
+import signal
 import sys
-from importlib.metadata import packages_distributions
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 OWN: Final = {"kernel": "turnstile.py", "models": "config.py", "rollout": "cli.py", "verify": "__init__.py"}
 """Our top-level packages, and a file that each holds. Other distributions and folders use such names too."""
@@ -18,6 +18,10 @@ OWN: Final = {"kernel": "turnstile.py", "models": "config.py", "rollout": "cli.p
 
 def intruder(home: Path) -> str | None:
     """One line about a package of another origin that takes the place of ours; None if all lie in `home`."""
+    from importlib.metadata import packages_distributions
+    from importlib.util import find_spec
+    from pathlib import Path
+
     for name, file in OWN.items():
         spec = find_spec(name)
         if spec is None:
@@ -32,17 +36,36 @@ def intruder(home: Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; its exit code (2 when a package is not ours)."""
+    """Run the command line, by default the process's own, which then ends at its first interrupt; its exit code.
+
+    2 when a package is not ours, 130 when interrupted.
+    """
     try:
+        if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt)
         _open_standard()
+        from pathlib import Path
+
         if line := intruder(Path(__file__).resolve().parent.parent):
             print("turnstile:", line, file=sys.stderr)
             return 2
         from rollout.cli import main as command
+
+        code = command(argv)
     except KeyboardInterrupt:  # while modules are loaded
         print("turnstile: interrupted", file=sys.stderr)
-        return 130
-    return command(argv)
+        code = 130
+    if code == 130:
+        # CPython remembers an interrupt that came inside `exec` of a string, as a dataclass's, whoever caught it, and
+        # would end by the signal in place of this code. The next such call makes it forget.
+        exec("")
+    return code
+
+
+def _interrupt(number: int, _: Any) -> None:
+    """Of SIGINT. An impatient second one must not take the exit code away, nor end what is being cleaned up."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _open_standard() -> None:

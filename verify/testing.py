@@ -229,6 +229,7 @@ class Grid:
     ) -> Grid:  # fmt: skip
         """See `explore`."""
         from kernel.topology import World
+        from verify.check.worlds import refusal
         from verify.explore.policy import Scope
         from verify.sim.world import WIDE
 
@@ -238,6 +239,9 @@ class Grid:
             "rounds": _several(rounds, int, "rounds"),
             "capacity": _several(WIDE if capacity is None else capacity, int, "capacity", none=WIDE),
         }
+        for each in axes["world"]:
+            if each.exchange == "split" and (why := refusal(each)) is not None:
+                raise UsageError(f"world={each}, exchange='split': {why}")
         for name, value in (("depth", depth), ("budget", budget)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: must be a whole number of at least 1")

@@ -21,7 +21,7 @@ import torch
 
 from kernel.comm.exchange.latency import GraphStates
 from kernel.comm.exchange.nccl import CountsFetch
-from kernel.comm.exchange.normal import NormalStates, value_of
+from kernel.comm.exchange.normal import Data, NormalStates, value_of
 from kernel.comm.exchange.pair import Exchange
 from kernel.comm.nvshmem import QUEUE_DEPTH, Mailbox, Runtime
 from kernel.comm.peers import Peers
@@ -166,6 +166,7 @@ class DeepEpNormal(NormalStates, _Buffered):
         experts = pending.experts
         if not rows.shape[0]:
             rows, weights = rows.new_zeros((1, self._shape.hidden)), weights.new_zeros((1, self._shape.topk))
+        data = self._data = Data()
         came, chosen, shares, _, self._handle, _ = self.buffer.dispatch(
             rows.contiguous(),
             num_tokens_per_rank=per_rank,
@@ -176,6 +177,7 @@ class DeepEpNormal(NormalStates, _Buffered):
             num_worst_tokens=self._room,
             config=self.configs.dispatch,
         )
+        data.ends_behind(came)
         return Received(came[:arriving], chosen[:arriving], shares[:arriving].to(rows.dtype))
 
     def combine(self, place: Place, results: Tensor) -> Tensor:

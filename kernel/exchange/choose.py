@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import PackageMissing, UsageError
+from kernel.exchange.sizes import PEERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,9 @@ INSTALL: Final[Mapping[str, str]] = {
 }
 SYMMETRIC_EXPERTS: Final = 16
 """Local experts of `all_to_all_vdev_2d` (torch 2.9 to 2.13): a warp each, of a block of 512 threads."""
+GPUS: Final = ("nccl", "deepep", "symm")
+"""Substrates that move GPU tensors."""
+DEEP_EP_RANKS: Final = (2, 4, PEERS)
 ONE_HOST: Final = "stock DeepEP cannot hold the buffers of two phases across hosts"
 
 
@@ -139,7 +143,7 @@ def _refuses(name: str, now: Situation) -> str | None:
     if name in now.broken:
         return now.broken[name]
     if name == "local":
-        return None if now.world.size == 1 else "it is for one rank: choose auto"
+        return None if now.world.size == 1 else "it is for one rank: choose --world 1, or another exchange"
     if now.world.size == 1:
         return "one rank has every expert at home: choose local, or none"
     if name in ("shm", "gloo"):
@@ -157,4 +161,6 @@ def _refuses(name: str, now: Situation) -> str | None:
         )
     if name == "symm" and now.hosts > 1:
         return f"it is used on one host alone ({now.hosts} here): choose nccl"
+    if name == "deepep" and now.world.size not in DEEP_EP_RANKS:
+        return f"its normal path is built for 2, 4 or 8 ranks, not {now.world.size}: change --world, or choose nccl"
     return None

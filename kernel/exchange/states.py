@@ -9,7 +9,8 @@
 At most one dispatch is pending on a buffer. What peers were notified of cannot be taken back, so an operation that is
 abandoned behind its notification retires the buffer until a quiescent point, which the plan fixes for all ranks. D's
 operations alternate between two halves of its buffer by a bit of the host, which a captured graph freezes: a graph, and
-what runs between two replays, must hold an even number of them.
+what runs between two replays, must hold an even number of them. A capture turns the bit as well and executes nothing:
+one that ends in the middle of a layer leaves the bit where the device is not, and only a new buffer brings it back.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"epoch {self.epoch} layer {self.layer}"
 
+    @property
+    def of_d(self) -> str:
+        """For messages about D, whose places are in rounds."""
+        return f"round {self.epoch} layer {self.layer}"
+
 
 class State(StrEnum):
     """Of a buffer."""
@@ -65,7 +71,7 @@ class Normal:
         self.state = State.IDLE
         self.place = Place()
         self.operations = 0
-        self._permitted = False
+        self._permitted = self._sent = False
         self._why = ""
 
     @property
@@ -86,14 +92,15 @@ class Normal:
                 place,
                 "combine the pending one first: a P buffer holds one",
             )
-        if rows > self.most:
+        if not 0 <= rows <= self.most:
             raise self._error(
                 RowLimit,
                 f"P dispatches {rows} rows over an exchange built for {self.most}",
                 place,
                 "raise its row limit (the prefill budget of tokens) or admit fewer tokens",
             )
-        self.state, self.place, self._permitted = State.NOTIFIED, place, False
+        self.state, self.place = State.NOTIFIED, place
+        self._permitted = self._sent = False
         self.operations += 1
         return self.operations
 
@@ -119,7 +126,7 @@ class Normal:
                 self.place,
                 "await step.notified(layer) between notify and dispatch",
             )
-        self.state = State.SUBMITTED
+        self.state, self._sent = State.SUBMITTED, True
 
     def combine(self, place: Place) -> None:
         """Results go back, and the buffer is free. Raises NotDispatched, BufferRetired."""
@@ -146,13 +153,20 @@ class Normal:
             self.state, self._why = State.RETIRED, why
         return self.state is State.RETIRED
 
-    def quiesce(self, *, drained: bool) -> None:
+    def quiesce(self, *, counted: bool, moved: bool) -> None:
         """A point that the plan fixes for all ranks, with no P in flight anywhere: a retired buffer is idle again.
 
-        drained: everything that was enqueued on the buffer has finished here. Raises NotQuiescent.
+        counted: the counts of the last notification are there. moved: what was last submitted has finished on this
+        rank's device; asked for only where the abandoned operation had submitted data. Raises NotQuiescent.
         """
-        if self.pending or not drained:
-            doing = f"its dispatch is {self.state}" if self.pending else "what it notified of has not arrived"
+        doing = ""
+        if self.pending:
+            doing = f"its dispatch is {self.state}"
+        elif not counted:
+            doing = "what it notified of has not arrived"
+        elif self.state is State.RETIRED and self._sent and not moved:
+            doing = f"data that it submitted at {self.place} may be in flight"
+        if doing:
             raise self._error(
                 NotQuiescent,
                 f"P's buffer is cleaned while {doing}",
@@ -194,7 +208,10 @@ class Hold:
 
 
 class LowLatency:
-    """D's buffer on `rank`: `most` rows of each rank in every operation, which fixes its layout for good."""
+    """D's buffer on `rank`: `most` rows of each rank in every operation, which fixes its layout for good.
+
+    operations: so far, eager or captured, as often as the host's bit was turned.
+    """
 
     def __init__(self, rank: int, most: int) -> None:
         self.rank, self.most = rank, most
@@ -202,19 +219,21 @@ class LowLatency:
         self.place = Place()
         self._dispatched = self._closed = False
         self._eager = 0
+        self._broken = ""
         self._capturing: Hold | None = None
         self._held: list[Hold] = []
 
     def dispatch(self, place: Place, rows: int, most: int | None = None) -> None:
         """Send own rows. most: the row limit that the caller's layout assumes, None for the buffer's.
 
-        Raises DispatchPending, RowLimit, RowsChanged, StillHeld (after `close`).
+        Raises DispatchPending, RowLimit, RowsChanged, StillHeld (after `close`), OddGraph (after half a capture).
         """
         self._open(place)
+        self._whole("D dispatches", place)
         if self._dispatched:
             raise self._error(
                 DispatchPending,
-                f"D dispatches again before the combine of {self.place}",
+                f"D dispatches again before the combine of {self.place.of_d}",
                 place,
                 "two low-latency operations in flight on one buffer corrupt it: combine first",
             )
@@ -225,7 +244,7 @@ class LowLatency:
                 place,
                 "use one maximum for all graphs and eager forwards that share a buffer",
             )
-        if rows > self.most:
+        if not 0 <= rows <= self.most:
             raise self._error(
                 RowLimit,
                 f"D dispatches {rows} rows over an exchange built for {self.most} a rank",
@@ -242,6 +261,13 @@ class LowLatency:
             raise self._error(
                 NotDispatched, "D combines without a dispatch", place, "dispatch first: each combine belongs to one"
             )
+        if place != self.place:
+            raise self._error(
+                NotDispatched,
+                f"D combines for another dispatch than the pending one of {self.place.of_d}",
+                place,
+                "combine each layer before the next one dispatches",
+            )
         self._dispatched = False
         self._count()
 
@@ -250,36 +276,41 @@ class LowLatency:
     def capture(self, name: str) -> Hold:
         """A capture begins; operations until `captured` belong to its graph. Raises OddGraph, StillHeld."""
         self._open(self.place)
-        if self._capturing is not None:
-            raise self._error(
-                OddGraph, f"graph {name} is captured inside graph {self._capturing.name}", self.place, "end that first"
-            )
+        self._uncaptured(OddGraph, f"graph {name} is captured")
+        self._whole(f"graph {name} is captured", self.place)
         self._even(f"graph {name} is captured")
         self._capturing = Hold(name)
         return self._capturing
 
     def captured(self, hold: Hold, *, well: bool = True) -> None:
         """The capture has ended, `well` or by an error, which leaves no graph. Raises OddGraph."""
+        if hold is not self._capturing:
+            raise self._error(
+                OddGraph, f"the capture of graph {hold.name} ends, which had ended", self.place, "end each once"
+            )
         self._capturing = None
-        if not well:
-            self._dispatched = False
-            return
         if hold.operations % 2:
             self._dispatched = False
-            raise self._error(
-                OddGraph,
-                f"graph {hold.name} holds {hold.operations} low-latency operations",
-                self.place,
-                "a graph needs an even number: dispatch and combine of whole layers",
-            )
-        self._held.append(hold)
+            self._broken = f"the capture of graph {hold.name} ended after {hold.operations} low-latency operations"
+            if well:
+                raise self._error(
+                    OddGraph,
+                    f"graph {hold.name} holds {hold.operations} low-latency operations",
+                    self.place,
+                    "a graph needs an even number: dispatch and combine of whole layers",
+                )
+        if well:
+            self._held.append(hold)
 
     def replay(self, hold: Hold) -> None:
-        """A graph is launched. Raises OddGraph after an odd number of eager operations, StillHeld once dropped."""
+        """A graph is to be launched: say so before. Raises OddGraph after an odd number of eager operations, after
+        half a capture and during one, StillHeld once dropped."""
         if hold not in self._held:
             raise self._error(
                 StillHeld, f"graph {hold.name} is replayed after it was dropped", self.place, "capture it again"
             )
+        self._uncaptured(OddGraph, f"graph {hold.name} is replayed")
+        self._whole(f"graph {hold.name} is replayed", self.place)
         self._even(f"graph {hold.name} is replayed")
 
     def drop(self, hold: Hold) -> None:
@@ -292,8 +323,20 @@ class LowLatency:
         """Names of the graphs that hold pointers into the buffer."""
         return (hold.name for hold in self._held)
 
-    def close(self) -> None:
-        """The buffer goes. Raises StillHeld while a graph holds pointers into it. Idempotent."""
+    def close(self, *, aborts: bool = False) -> None:
+        """The buffer goes. aborts: a pending dispatch ends by it, or its memory outlives the exchange.
+
+        Raises StillHeld while a graph holds pointers into it or is captured, DispatchPending, unless it `aborts`, while
+        a dispatch waits for its combine. Idempotent.
+        """
+        self._uncaptured(StillHeld, "D's exchange is destroyed")
+        if self._dispatched and not aborts:
+            raise self._error(
+                DispatchPending,
+                f"D's exchange is destroyed before the combine of {self.place.of_d}",
+                self.place,
+                "combine first: peers still write into the buffer",
+            )
         if self._held:
             names = ", ".join(self.graphs)
             raise self._error(
@@ -320,9 +363,23 @@ class LowLatency:
                 "an even number must lie between replays: combine what was dispatched",
             )
 
+    def _uncaptured(self, kind: type[ExchangeError], what: str) -> None:
+        if self._capturing is not None:
+            inside = f"{what} while graph {self._capturing.name} is captured"
+            raise self._error(kind, inside, self.place, "end the capture first")
+
+    def _whole(self, what: str, place: Place) -> None:
+        if self._broken:
+            raise self._error(
+                OddGraph,
+                f"{what} after {self._broken}",
+                place,
+                "the host and the device disagree on the half that is next: build the exchange anew",
+            )
+
     def _open(self, place: Place) -> None:
         if self._closed:
             raise self._error(StillHeld, "D uses an exchange that was destroyed", place, "build it anew")
 
     def _error(self, kind: type[ExchangeError], what: str, place: Place, instead: str) -> ExchangeError:
-        return kind(what, rank=self.rank, epoch=place.epoch, layer=place.layer, instead=instead)
+        return kind(what, rank=self.rank, epoch=place.epoch, layer=place.layer, instead=instead, unit="round")

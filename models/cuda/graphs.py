@@ -140,8 +140,8 @@ class GraphedDecode:
 
     async def _replay(self, bucket: _Bucket, step: Step, rows: Sequence[Row]) -> Sequence[Sampled | None]:
         way = bucket.inputs.fill(rows)
+        step.replayed(bucket.hold)  # before the launch, which it may refuse
         bucket.graph.replay()
-        step.replayed(bucket.hold)
         self.replays += 1
         drawn: Tensor | None = None
         if rows:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +134,11 @@ async def build(config: dict[str, Any], rank: int, link: Link) -> ExpertExchange
         return None
     shape = Shape(**wanted["shape"])
     agree(rank, shape, await link.rendezvous.exchange("expert exchange", shape.encode()))
-    return link.exchange(wanted["substrate"], shape, config["device"]["dtype"])
+    make = partial(link.exchange, wanted["substrate"], shape, config["device"]["dtype"])
+    if config["device"]["device"] == "cuda":  # of this thread's GPU; its heart has said that it is away
+        return make()
+    # Groups are made with all peers: meanwhile the heart goes on beating, else who waits for a rank is lost with it.
+    return await asyncio.to_thread(make)
 
 
 def _installed(name: str) -> bool:

@@ -6,26 +6,21 @@ import argparse
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
-from kernel.exchange.choose import CHOICES
 from kernel.topology import CUTS, GATHERS, ROUTES, World
+from verify.check.worlds import PROGRAM_OF, RANKS, SIZES, chosen
 from verify.command import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SIZES: Final = (2, 4)
-"""Ranks of the worlds that a policy is searched on by default."""
 SEGMENTS: Final = (1, 2, 3)
 ROUNDS: Final = 3
 BUDGET: Final = 400
-RANKS: Final = 8
 LAYERS: Final = 40
-"""Of the order certificate: ranks, and layers of the model, one D iteration more."""
-MOST: Final = 64
-"""Ranks that a simulated world may have; certificates may have thousands."""
+"""Of the order certificate: layers of the model, one D iteration more."""
 WIDE: Final = 1 << 30
 """Room for every kernel: `verify.sim.world.WIDE`, without loading it."""
 LARGEST: Final = {"segments": 64, "rounds": 64, "depth": 65_536, "budget": 1_000_000, "layers": 512, "bound": 65_536}
@@ -35,8 +30,6 @@ EXIT_CODES: Final = (
     "Exit codes: 0 proved, 1 refuted, 2 unusable input, 3 inconclusive, 130 interrupted. With 2 and 130 there is one"
     " line on standard error and nothing on standard output, also with --json."
 )
-PROGRAM_OF: Final = {"none": "none", **dict.fromkeys(("split", *CHOICES[2:]), "split")}
-"""What `--exchange` takes: every substrate has the same program."""
 MEANT: Final = {"program": {"capacity"}, "run": {"capacity"}}
 """Flags that mean something for what is no policy."""
 WHAT: Final = {"program": "a file of programs", "run": "a recorded run"}
@@ -46,7 +39,8 @@ WHAT: Final = {"program": "a file of programs", "run": "a recorded run"}
 class Options:
     """What was asked, checked.
 
-    target: a policy, a file or a directory; "" with replay. worlds: to search, smallest first. segments: numbers of
+    target: a policy, a file or a directory; "" with replay. worlds: to search, smallest first; left_out: what is judged
+    by default and cannot be with these arguments, each with why. segments: numbers of
     safe boundaries, each a scope. capacity: of a device, None for room for every kernel. layers: of the order
     certificate, None for no certificate; certified: its world.
     """
@@ -54,6 +48,7 @@ class Options:
     name: str
     target: str
     worlds: tuple[World, ...]
+    left_out: tuple[str, ...]
     segments: tuple[int, ...]
     rounds: int
     capacity: int | None
@@ -150,23 +145,21 @@ def parse(name: str, arguments: Sequence[str]) -> Options:
         _fits(flag, given[flag])
     if given.get("capacity", 1) >= WIDE:
         raise UsageError(f"--capacity {given['capacity']}: less than {WIDE}; leave it out for room for every kernel")
-    if given.get("world", 1) > MOST:
-        raise UsageError(f"--world {given['world']}: at most {MOST} ranks are searched")
-    worlds = tuple(_world(given, size) for size in ([given["world"]] if "world" in given else _sizes(given)))
-    if worlds[-1].size > MOST:
-        raise UsageError(f"--world {worlds[-1].size}: at most {MOST} ranks are searched")
+    worlds = chosen(given)
+    only = "world" in given or worlds.searched[-1].size == 1
     options = Options(
         name=name,
         target=target,
-        worlds=worlds,
+        worlds=worlds.searched,
+        left_out=worlds.left_out,
         segments=_segments(given["segments"]) if "segments" in given else SEGMENTS,
         rounds=given.get("rounds", ROUNDS),
         capacity=given.get("capacity"),
         depth=given.get("depth"),
         bound=_bound(given["bound"]) if "bound" in given else None,
         budget=given.get("budget", BUDGET),
-        layers=given.get("layers", None if "world" in given else LAYERS),
-        certified=worlds[-1] if "world" in given else _world(given, RANKS),
+        layers=given.get("layers", None if only else LAYERS),
+        certified=worlds.certified,
         replay=replay or "",
         json=given.get("json", False),
     )
@@ -179,20 +172,6 @@ def parse(name: str, arguments: Sequence[str]) -> Options:
 def _fits(flag: str, value: int) -> None:
     if value > LARGEST[flag]:
         raise UsageError(f"--{flag} {value}: at most {LARGEST[flag]}")
-
-
-def _sizes(given: dict[str, Any]) -> list[int]:
-    """The default worlds that the widths given divide."""
-    widths = [given[flag] for flag in ("adp", "ep") if flag in given]
-    return [size for size in SIZES if all(w > 0 and size % w == 0 for w in widths)] or [SIZES[-1]]
-
-
-def _world(given: dict[str, Any], size: int) -> World:
-    least = next((n for n in range(2, size + 1) if size % n == 0), 1)
-    return World(
-        size, given.get("adp", least), given.get("ep", size), given.get("gather", "cross"), given.get("route", "auto"),
-        given.get("cut", "layer"), PROGRAM_OF[given.get("exchange", "none")],
-    )
 
 
 def _segments(text: str) -> tuple[int, ...]:

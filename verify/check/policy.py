@@ -36,12 +36,13 @@ def check_policy(options: Options) -> Answer:
     """The answer about a policy. Raises UsageError for one that cannot be loaded or made."""
     ends = f"policy {options.target} ends its process while it is imported or made"
     answer = supervised(lambda beat: _judged(options, beat), SILENCE_S, ends)
+    left = [line for each in options.left_out for line in wrapped(f"{'left out':16} {each}", 17)]
     if not isinstance(answer, Finding):
-        return answer
+        return replace(answer, body=(*left, *answer.body), more={**answer.more, "left_out": list(options.left_out)})
     plain = {"class": str(answer.cls), "rule": answer.rule, "say": answer.say, "where": answer.where}
     return Answer(
         Conclusion.REFUTED, answer.cls, Certainty.CERTAIN, _scope(options), counterexample=plain,
-        body=(*wrapped(f"failed    {answer}", 10), ""),
+        more={"left_out": list(options.left_out)}, body=(*left, *wrapped(f"failed    {answer}", 10), ""),
     )  # fmt: skip
 
 

@@ -54,6 +54,7 @@ class SimNormal:
         self.states = Normal(device.rank, MOST)
         self._device, self._told = device, told
         self._last: SimPending | None = None
+        self._data: SimEvent[None] | None = None
         self._own = 0
 
     def notify(self, place: Place, experts: int) -> SimPending:
@@ -79,6 +80,7 @@ class SimNormal:
         self.states.submit(pending.number, counted=pending.event.known)
         total = sum(self.arriving(pending))
         self._device.collective(Phase.P, Role.EP, f"dispatch {pending.place.layer}", (total,))
+        self._data = self._device.marked(f"data of {pending.place}")
         return Received(total, None, None)
 
     def combine(self, place: Place, results: int) -> int:
@@ -93,7 +95,8 @@ class SimNormal:
 
     def quiesce(self) -> None:
         """See the port."""
-        self.states.quiesce(drained=self._last is None or self._last.event.known)
+        counted = self._last is None or self._last.event.known
+        self.states.quiesce(counted=counted, moved=self._data is None or self._data.known)
 
     def close(self) -> None:
         """Nothing to release."""

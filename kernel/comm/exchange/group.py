@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from kernel.comm.exchange.latency import GraphStates
-from kernel.comm.exchange.normal import NormalStates, PendingDispatch, value_of
+from kernel.comm.exchange.normal import Data, NormalStates, PendingDispatch, value_of
 from kernel.comm.exchange.routing import Packing, at_home, presence
 from kernel.errors import RankLost
 from kernel.exchange.states import LowLatency, Normal, Place
@@ -80,11 +80,13 @@ class NormalOverGroup(NormalStates, _OverGroup):
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
         self._matrix = value_of(pending.event)
+        data = self._data = Data()
         # In order of destination, then of rows; the host knows how many there are.
         flags, count = pending.sources.t().reshape(-1), rows.shape[0]
         order = flags.to(torch.int8).argsort(descending=True, stable=True)[: sum(self._matrix[self._rank])]
         packed = self._packing.pack(rows, pending.experts, weights).index_select(0, order.remainder(max(1, count)))
         arrived = self._moved(packed, self._matrix, f"dispatch of {pending.place}")
+        data.ends_behind(arrived)
         return at_home(*self._packing.unpack(arrived), self._shape, self._rank)
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
@@ -130,7 +132,7 @@ class LatencyOverGroup(GraphStates, _OverGroup):
 
     def dispatch(self, place: Place, rows: Tensor, experts: Tensor, weights: Tensor) -> Received:
         """See the port. Weights travel along."""
-        group, self._count = self._open(f"dispatch of {place}"), rows.shape[0]
+        group, self._count = self._open(f"dispatch of {place.of_d}"), rows.shape[0]
         self.states.dispatch(place, self._count)
         packed = torch.cat([self._packing.pack(rows, experts, weights), self._nobody[self._count :]])
         everybody = packed.new_empty((group.size * packed.shape[0], packed.shape[1]))
@@ -139,7 +141,7 @@ class LatencyOverGroup(GraphStates, _OverGroup):
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
         """See the port. Sums are taken in order of ranks."""
-        group = self._open(f"combine of {place}")
+        group = self._open(f"combine of {place.of_d}")
         self.states.combine(place)
         back = torch.empty_like(results)
         group.all_to_all(back, results.contiguous(), (), ())
@@ -148,5 +150,5 @@ class LatencyOverGroup(GraphStates, _OverGroup):
 
     def close(self) -> None:
         """See the port. The group is its owner's."""
-        self.states.close()
+        self.states.close(aborts=True)
         self._group = None

@@ -68,7 +68,7 @@ class LatencyOverWire(GraphStates):
         packing, shape, count = self._packing, self._shape, rows.shape[0]
         padded = self._padding().clone()
         padded[:count] = packing.pack(rows, experts, weights)
-        everybody = self._wire.gather(padded, f"dispatch of {place}")
+        everybody = self._wire.gather(padded, f"dispatch of {place.of_d}")
         all_rows, chosen, all_weights = packing.unpack(everybody.flatten(0, 1))
         present = presence(chosen, shape)
         self._matrix = present.view(shape.ranks, -1, shape.ranks).sum(1).tolist()
@@ -80,12 +80,12 @@ class LatencyOverWire(GraphStates):
         """See the port."""
         self.states.combine(place)
         assert self._sources is not None
-        back = returned(self._wire, results, self._matrix, f"combine of {place}")
+        back = returned(self._wire, results, self._matrix, f"combine of {place.of_d}")
         return summed(back, self._sources, self._count)
 
     def close(self) -> None:
         """See the port."""
-        self.states.close()
+        self.states.close(aborts=True)
         self._wire.close()
 
     def _padding(self) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernel.comm.exchange.routing import Packing, at_home, destinations, presence, summed
+from kernel.comm.exchange.routing import Packing, at_home, bytes_of, destinations, presence, summed
 from kernel.exchange.states import Normal, Place
 
 if TYPE_CHECKING:
@@ -35,12 +35,35 @@ class PendingDispatch:
         self.number, self.place, self.experts, self.sources, self.event = number, place, experts, sources, event
 
 
+class Data:
+    """What one submission moves: under way until `ends_behind`, and then until the device has come so far."""
+
+    __slots__ = ("_ended", "_mark")
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._mark: Any = None
+
+    def ends_behind(self, came: Tensor) -> None:
+        """It has moved with what is enqueued on the stream of `came` by now; on the host, with this call."""
+        if came.is_cuda:
+            self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._mark.record(torch.cuda.current_stream(came.device))
+        self._ended = True
+
+    def done(self) -> bool:
+        """Whether nothing of it is in flight here."""
+        return self._ended and (self._mark is None or self._mark.query())
+
+
 class NormalStates:
     """The part of `kernel.ports.NormalExchange` that keeps account of permits and of what was abandoned."""
 
     states: Normal
     _last: Any = None
     """The newest pending dispatch, of the substrate's own kind."""
+    _data: Data | None = None
+    """Of the newest submission."""
 
     def arriving(self, pending: Any) -> Sequence[int]:
         """See the port. The event's value is everybody's counts."""
@@ -55,9 +78,11 @@ class NormalStates:
         return self.states.abandon(why)
 
     def quiesce(self) -> None:
-        """See the port. What was notified of has arrived once its counts are there: no data was submitted behind it."""
-        self.states.quiesce(drained=self._last is None or self._last.event.done())
-        self._last = None
+        """See the port. What was notified of has arrived once its counts are there, and what was submitted once its
+        data has moved."""
+        counted, moved = (each is None or each.done() for each in (self._last and self._last.event, self._data))
+        self.states.quiesce(counted=counted, moved=moved)
+        self._last = self._data = None
 
 
 class NormalOverWire(NormalStates):
@@ -81,8 +106,10 @@ class NormalOverWire(NormalStates):
         """See the port."""
         self.states.submit(pending.number, counted=pending.event.done())
         self._matrix = value_of(pending.event)
+        data = self._data = Data()
         packed = self._packing.pack(rows, pending.experts, weights).index_select(0, pending.sources)
         came = self._wire.move(packed, self._matrix, f"dispatch of {pending.place}")
+        data.ends_behind(came)
         return at_home(*self._packing.unpack(came), self._shape, self._wire.rank)
 
     def combine(self, place: Place, results: Tensor) -> Tensor:
@@ -100,10 +127,8 @@ class NormalOverWire(NormalStates):
 
 def returned(wire: Wire, results: Tensor, matrix: Matrix, label: str) -> Tensor:
     """Results [received, hidden] back to where their rows came from: [sent, hidden]."""
-    hidden = results.shape[1]
-    packed = results.contiguous().view(torch.uint8).view(results.shape[0], hidden * results.element_size())
-    back = wire.move(packed, [list(column) for column in zip(*matrix, strict=True)], label)
-    return back.view(results.dtype).view(-1, hidden)
+    back = wire.move(bytes_of(results), [list(column) for column in zip(*matrix, strict=True)], label)
+    return back.view(results.dtype)
 
 
 def value_of(event: Any) -> Any:

@@ -43,15 +43,31 @@ class Packing:
     def pack(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """uint8 [n, width] of rows [n, hidden], experts [n, k], weights [n, k]."""
         parts = (rows.to(self.dtype), experts.to(torch.int32), weights.to(torch.float32))
-        return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+        return torch.cat([bytes_of(part) for part in parts], dim=1)
 
     def unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, experts as int64, weights in the rows' type) of uint8 [n, width]."""
         first, second, _ = self._ends
-        rows = packed[:, :first].contiguous().view(self.dtype)
-        experts = packed[:, first:second].contiguous().view(torch.int32).to(torch.int64)
-        weights = packed[:, second:].contiguous().view(torch.float32).to(self.dtype)
+        rows = numbers_in(packed[:, :first], self.dtype)
+        experts = numbers_in(packed[:, first:second], torch.int32).to(torch.int64)
+        weights = numbers_in(packed[:, second:], torch.float32).to(self.dtype)
         return rows, experts, weights
+
+
+# `contiguous` says nothing of where a tensor begins, nor of the strides of dimensions of size 0 and 1; a view of
+# another type asks for both.
+
+
+def bytes_of(numbers: Tensor) -> Tensor:
+    """[n, columns] of any type and strides -> uint8 [n, columns * itemsize]."""
+    if numbers.stride(-1) != 1:
+        numbers = numbers.clone(memory_format=torch.contiguous_format)
+    return numbers.view(torch.uint8)
+
+
+def numbers_in(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `bytes_of` was given, of columns of messages that begin at any byte: uint8 [n, bytes] -> [n, columns]."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def at_home(rows: Tensor, experts: Tensor, weights: Tensor, shape: Shape, rank: int) -> Received:

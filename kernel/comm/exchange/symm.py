@@ -102,12 +102,12 @@ class SymmetricLatency(GraphStates):
 
     def close(self) -> None:
         """See the port. The memory goes with the process's runtime."""
-        self.states.close()
+        self.states.close(aborts=True)
         self._closed = True
 
     def _open(self, place: Place) -> None:
         if self._closed:
-            raise RankLost(f"rank {self._memory.rank} at {place} of D was given up: its exchange was closed")
+            raise RankLost(f"rank {self._memory.rank} at {place.of_d} of D was given up: its exchange was closed")
 
 
 class TorchSymmetric:
