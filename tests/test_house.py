@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -163,3 +165,16 @@ def test_the_pinned_versions_are_of_the_ranges() -> None:
     direct = [*project["dependencies"], *extras["engine"], *extras["test"], *extras["dev"]]
     assert {re.split(r"[<>=~!;\[ ]", each)[0].lower() for each in direct} <= set(names)
     assert not any(each.startswith("torch") for each in (*project["dependencies"], *extras["cuda"]))
+
+
+def test_what_looks_for_the_checkout_finds_it() -> None:
+    """Files move from room to room, and count the steps to the house's root."""
+    from rollout.ranks.nursery import search_path
+    from rollout.report import files
+
+    first = Path(search_path().split(os.pathsep)[0])
+    assert (first / "kernel" / "__init__.py").is_file()
+    assert (first / "rollout" / "__init__.py").is_file()
+    if (HOUSE / ".git").exists() and shutil.which("git"):
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HOUSE, capture_output=True, text=True, check=True)
+        assert str(files.surroundings()["commit"]).startswith(found.stdout.strip())

@@ -107,10 +107,14 @@ def test_any_segments_and_epochs_that_were_given_up(data: st.DataObject, tmp_pat
     assert set(found.values()) == set(wanted) & set(layer_of.values())
 
 
-def stuck(tmp_path: Path) -> None:
-    """Both ranks know what will come; rank 0 is permitted to send it, and rank 1's host never gets there."""
+def stuck(tmp_path: Path) -> list[Journal]:
+    """Both ranks know what will come; rank 0 is permitted to send it, and rank 1's host never gets there.
+
+    As long as somebody keeps the journals, the process that wrote them is there.
+    """
     program = Program(PAIR, Phase.P, LAYERS)
-    for rank, journal in enumerate(journals(tmp_path, PAIR)):
+    both = journals(tmp_path, PAIR)
+    for rank, journal in enumerate(both):
         journal.plan(Plan(1, activate=0, epoch=0), 0)
         first = program.segment(0, 1)
         journal.submitted("P e0 [0,1)", Phase.P, first, 0, 1, 48)
@@ -123,10 +127,12 @@ def stuck(tmp_path: Path) -> None:
             journal.wait("P device", leaves=False)
         else:
             journal.wait("a file", leaves=False)
+    return both
 
 
 def test_a_diagnosis_says_what_was_to_come(tmp_path: Path) -> None:
-    stuck(tmp_path)
+    kept = stuck(tmp_path)
+    assert kept
     diagnosis = diagnose_found(RecordReader().read(tmp_path))
     assert (diagnosis.verdict.cls, diagnosis.verdict.ranks) == (Class.OUTSIDE, (1,))
     line = "rank 0 is to get 20 rows of rank 0 and 28 of rank 1 in dispatch[48] (call 2 on P.TP)"

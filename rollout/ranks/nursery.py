@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from kernel.errors import UsageError
@@ -159,7 +160,7 @@ def search_path() -> str:
 
 
 def _home() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return str(Path(__file__).absolute().parents[2])
 
 
 # -- the forking process ---------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str | None:
     """The checkout's commit, with `-dirty` for uncommitted changes; None when the package is not in its checkout."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

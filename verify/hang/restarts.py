@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def _begins(event: Event) -> bool:
-    """Whether a call may be the first one kept of a group that was made anew: of those before it none is kept. Lines of
-    a log, which come after the calls of a dump and repeat some of them, do not know their sizes, or are of open calls.
+    """Whether a call may be the first one of a group that was made anew: its first is there, since a ring loses what is
+    older first, and the calls of a group whose numbers go back are all kept. Lines of a log, which come after the calls
+    of a dump and repeat some of them, do not know their sizes, or are of open calls.
     """
-    return event.sizes is not None and event.sequence is not None and event.sequence <= event.skipped
+    return event.sizes is not None and event.sequence == 0
 
 
 def kept_apart(events: Iterable[Event]) -> tuple[Event, ...]:
