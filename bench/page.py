@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -143,7 +144,22 @@ def host(all_: Results) -> str:
             for c in cells
         ]
         rows.append([f"{thread}: {part}", *(number(each) for each in us)])
-    return table(head, rows) + about(found)
+    return table(head, rows) + _turns(found, cells) + about(found)
+
+
+def _turns(found: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
+    """Outside the model, of the first version and this one, where they were run by turns."""
+    if "first_version" not in found:
+        return ""
+    both = [found["first_version"]["outside_us"].get(str(cell["rows"])) for cell in cells]
+    first, now = ([median(each[key]) if each else None for each in both] for key in ("first", "now"))
+    rows = [
+        [name, *("-" if us is None else number(us) for us in each)]
+        for name, each in (("the first version", first), ("this one", now))
+    ]
+    less = ["-" if b is None or n is None else f"{100 * (n / b - 1):+.0f} %" for b, n in zip(first, now, strict=True)]
+    head = ["outside the model, run by turns, microseconds", *(f"rows {cell['rows']}" for cell in cells)]
+    return "\n\n" + table(head, [*rows, ["change", *less]])
 
 
 def memory(all_: Results) -> str:
