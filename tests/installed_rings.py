@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from verify.hang.diagnosis import Diagnosis
 
 PROGRAM_LINE = "train.py:7 step"
+KEPT: deque[Recorder] = deque(maxlen=64)
+"""Rings that stay mapped, so that their writer, this process, is there as long as a test looks at them."""
 
 
 class Rank:
@@ -29,6 +32,7 @@ class Rank:
             ring_path(out, rank), rank=rank, groups={}, meta={"program": PROGRAM, "size": size}, capacity=capacity,
             clock=lambda: time.monotonic_ns() - int(ago_s * 1e9),
         )  # fmt: skip
+        KEPT.append(self.recorder)
         self.at = 0
         self._groups = count(1)
         self._numbers: dict[Any, int] = {}

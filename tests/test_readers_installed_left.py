@@ -13,7 +13,7 @@ import pytest
 
 from kernel.record import Kind
 from kernel.record.foreign import LEAVES, Group
-from tests.installed_rings import Rank, pair, told
+from tests.installed_rings import KEPT, Rank, pair, told
 from verify.blame import Certainty, Class
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def test_a_rank_that_is_gone_is_named_though_nobody_waits_for_it(tmp_path: Path)
     for rank, group in ranks:
         rank.over(rank.call(group))
     del ranks[1], rank  # its ring is of no process any more
-    gc.collect()  # nor are those that other tests gave the same name
+    KEPT.clear()  # nor are those that other tests gave the same name
+    gc.collect()
     found = told(tmp_path)
     assert (found.code, found.verdict.ranks) == (3, ())
     assert "no call is open that waits for rank 1, which left by being killed, or by os._exit" in found.verdict.say

@@ -112,7 +112,7 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     if outside := known or [host for host in situation.hosts if host.standing is Standing.OUTSIDE]:
         return absent(Class.OUTSIDE, outside, graph)
     # What a rank did not finish though its peers did is seen; what one does that left no evidence is not.
-    settled = _settled(graph) if situation.quiet else Verdict(Class.NONE)
+    settled = _settled(graph, situation) if situation.quiet else Verdict(Class.NONE)
     lost = any(host.thread == NOBODY_KNOWS for host in hosts)
     if hosts and (lost or settled.cls is not Class.DEVICE_STALL or not settled.ranks):
         names = words.ranks([host.rank for host in hosts])
@@ -306,14 +306,35 @@ def _different_groups(meeting: Meeting) -> Verdict:
     return found.only_if("they do not create the same group: with other members, or in another order")
 
 
-def _settled(graph: nx.DiGraph[Any]) -> Verdict:
-    """All came and agree: a member that did not finish what its peers did, or nobody did."""
+def _left_inside(open_ops: Iterable[Meeting], situation: Situation) -> Verdict | None:
+    """A rank that raised while a call of its own was open: whatever carried it ended with the process."""
+    raised = {host.rank: host for host in situation.hosts if host.standing is Standing.RAISED and not host.thread}
+    for meeting in open_ops:
+        open_ = {seat[0] for seat, (launch, _) in meeting.arrived.items() if not launch.done}
+        inside = sorted(open_ & raised.keys())
+        if inside and open_ - raised.keys():
+            others = words.ranks(open_ - raised.keys())
+            wait = "waits" if len(open_ - raised.keys()) == 1 else "wait"
+            lines = [
+                f"{words.standing(raised[rank])}, was in {words.operation(meeting)}, where {others} {wait}"
+                for rank in inside
+            ]
+            say = f"{lines[0][0].upper()}{lines[0][1:]}."
+            fix = words.fix(Class.EXCEPTION.value, [raised[rank] for rank in inside])
+            return Verdict(Class.EXCEPTION, ranks=tuple(inside), chain=tuple(lines), say=say, fix=fix)
+    return None
+
+
+def _settled(graph: nx.DiGraph[Any], situation: Situation) -> Verdict:
+    """All came and agree: a member that left in the middle, that did not finish what its peers did, or nobody did."""
     leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
     open_ops = sorted((data["meeting"] for data in leaves), key=_place)
     if broken := [meeting for meeting in open_ops if meeting.failures()]:
         return _failed(broken)
     if parted := [meeting for meeting in open_ops if _parts(meeting)]:
         return _different_groups(parted[0])
+    if left := _left_inside(open_ops, situation):
+        return left
     stalled: dict[int, Meeting] = {}
     relayed: list[Meeting] = []
     for meeting in open_ops:
