@@ -81,7 +81,8 @@ def found(
         lines += _rank(rank, pulse.at[rank], events[rank], where.get(rank, ()))
     if len(events) > MANY:
         lines.append(f"          and {len(events) - MANY} ranks more")
-    text, diagnosis = _diagnosis(record, events, where, policy, began_ns, min(PATIENCE_S, timeout_s))
+    # Events may come for a little while after the last token; whoever is silent since then stands still.
+    text, diagnosis = _diagnosis(record, events, where, policy, began_ns, min(PATIENCE_S, timeout_s) / 2)
     lines.append(text)
     error = Stalled(f"{first}: the run was ended")
     error.report, error.diagnosis = "\n".join(lines), diagnosis

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel.record import read
-from kernel.record.foreign import BROKEN, call_of
+from kernel.record.foreign import BROKEN, UNINSTALLED, call_of
 from kernel.record.layout import Kind
 from tests.installed import SIZE, Fake, one_rank, run_script
 from turnstile import record
@@ -422,7 +422,7 @@ def test_a_record_that_breaks_says_so_and_harms_nobody(fake: Fake, monkeypatch: 
         monkeypatch.undo()
     recording = read(made.path)
     marks = [event.text for event in recording.events if event.kind is Kind.MARK]
-    assert marks == [f"{BROKEN}allreduce (RuntimeError: planted)"]
+    assert marks == [f"{BROKEN}allreduce (RuntimeError: planted)", UNINSTALLED]
     found = READER.read(made.path)
     assert found.whole == frozenset()
     assert any("planted" in line for line in found.unknown)

@@ -27,7 +27,7 @@ from verify.events import Kind as What
 from verify.readers.creations import settled
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
-from verify.readers.killed import BY_HAND, LATER, Death, alive, came_after, death
+from verify.readers.killed import BY_HAND, LATER, STOPPED, Death, alive, came_after, death, state_of
 from verify.readers.lines import brief
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def of_rings(
             last = each.ring.standing()
             if each.left is not None and not consequence:
                 last = [*(event for event in last if event.thread), each.left]
-            elif not any(not event.thread for event in last):
+            elif not each.ring.uninstalled and not any(not event.thread for event in last):
                 one = _idle(each, patience_s)
                 if one is None and last and all(event.thread for event in mine):
                     one = waits_for_nothing(rank)
@@ -152,7 +152,7 @@ def of_rings(
     found = Found(
         source,
         events=tuple(settled(events)),
-        present=frozenset(rings),
+        present=frozenset(rank for rank, ring in rings.items() if not ring.uninstalled),
         expected=frozenset(everybody),
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
@@ -195,6 +195,8 @@ def _leave(rank: _Rank) -> None:
     elif recording.closed_ns is not None and (leaves := ring.leaves) is not None:
         what = f"SystemExit: {leaves.text.removeprefix(LEAVES)}"
         rank.left = Event(number, What.EXIT, what, site=ring.site(leaves.site), state=State.COMPLETED)
+    elif ring.uninstalled:
+        rank.unknown.append("its program has ended its record: what it did since then is not known")
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
         if (site := ring.last_site()) is not None:
@@ -258,9 +260,9 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
     ring, number = rank.ring, rank.ring.recording.rank
     recording = ring.recording
     if rank.age_s is not None:
-        state = _state(recording.pid)
+        state = state_of(recording.pid)
         if state in ("T", "t"):
-            return _outside(number, "a stop signal or a debugger")
+            return _outside(number, STOPPED)
         beat = recording.beat_ns
         if beat is not None and (silent := ((recording.read_ns or time.monotonic_ns()) - beat) / 1e9) > SILENT_S:
             told = f"no Python has run in its process for {silent:.0f} s"
@@ -281,14 +283,6 @@ def _outside(rank: int, what: str, site: object = None) -> Event:
     return replace(event, site=site) if site is not None else event  # type: ignore[arg-type]
 
 
-def _state(pid: int) -> str:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0] if ")" in text else ""
-
-
 def _unsure(rings: Mapping[int, Ring]) -> frozenset[tuple[int, str]]:
     """Groups whose calls cannot be numbered alike on all ranks."""
     bases: dict[tuple[str, tuple[int, ...]], set[int]] = {}
@@ -300,4 +294,5 @@ def _unsure(rings: Mapping[int, Ring]) -> frozenset[tuple[int, str]]:
             if not group.certain:
                 shaky.add(key)
     wrong = {key for key in shaky if len(bases[key]) > 1}
-    return frozenset((rank, name) for name, ranks in wrong for rank in ranks)
+    ended = {(rank, name) for rank, ring in rings.items() if ring.uninstalled for name, _ in bases}
+    return frozenset((rank, name) for name, ranks in wrong for rank in ranks) | ended

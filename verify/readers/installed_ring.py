@@ -15,6 +15,7 @@ from kernel.record.foreign import (
     LEAVES,
     OVER,
     REFUSED,
+    UNINSTALLED,
     Call,
     call_of,
     captured_of,
@@ -68,6 +69,7 @@ class Ring:
         size = recording.meta.get("size")
         self.everybody = set(range(size)) if isinstance(size, int) and 0 < size <= 1 << 20 else {self.rank}
         self.newest: Entry | None = None
+        self.uninstalled = False
         self.leaves: Entry | None = None
         """The exit code or message by which the main thread leaves, unless it went on after that."""
         self.moved: dict[int, int] = {}
@@ -126,7 +128,8 @@ class Ring:
         recording = self.recording
         tied = self._edges and any(not item.done and item.medium not in HOST_MEDIA for item in self.items)
         nameless = any(item.group.ranks is None for item in self.items if not item.done)
-        return not (recording.torn or recording.truncated or self._broken or self._lost or tied or nameless)
+        cut = recording.torn or recording.truncated or self.uninstalled
+        return not (cut or self._broken or self._lost or tied or nameless)
 
     # -- one by one -----------------------------------------------------------------------------------------------
 
@@ -177,6 +180,7 @@ class Ring:
                 self._decision = f"{DECIDED}{entry.text[:200]}" + (f" (at {entry.site})" if entry.site else "")
             case Kind.MARK:
                 self._edges |= entry.text == EDGES
+                self.uninstalled |= entry.text == UNINSTALLED
                 if entry.text == OVER and thread and thread not in self.raised:
                     self.over.add(thread)
                 if entry.text.startswith(BROKEN):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from collections.abc import Set as AbstractSet
 
     from kernel.record import Recording
@@ -20,6 +20,7 @@ TOGETHER_NS: Final = 2_000_000_000
 """Processes that were killed by one command, or one after the other by a launcher, died within this."""
 BY_HAND: Final = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "or by os._exit")
 """What the endings have in them that others cause; a crash is the process's own."""
+STOPPED: Final = "a stop signal or a debugger"
 LATER: Final = ", after the job had stopped: what it stood in counts"
 """How a remark on such a rank goes on."""
 
@@ -85,3 +86,17 @@ def alive(recording: Recording) -> bool | None:
         return None
     # A container that shares this directory has a name and process numbers of its own.
     return False if recording.host == platform.node() else None
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state (`T`: stopped by a signal, `t`: by a debugger); "" where it cannot be seen."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0] if ")" in text else ""
+
+
+def held(recording: Recording, running: Callable[[Recording], bool | None]) -> bool:
+    """Whether a signal or a debugger holds the process that writes a ring: nothing of it goes on, whatever it is in."""
+    return recording.closed_ns is None and bool(running(recording)) and state_of(recording.pid) in ("T", "t")

@@ -31,7 +31,7 @@ from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
-from verify.readers.killed import LATER, Death, alive, came_after, death
+from verify.readers.killed import LATER, STOPPED, Death, alive, came_after, death, held
 from verify.readers.told import CONSEQUENCE, of_others, silent
 from verify.runs import has_rings, world_of
 
@@ -333,7 +333,10 @@ class Ring:
 
     def _last(self, calls: dict[tuple[str, int], Event]) -> list[Event]:
         """What the rank stands in, or how it left. Takes those collectives out of `calls` that it did not get to."""
-        if (gone := self._gone(calls)) is not None:
+        gone = self._gone(calls)
+        if gone is None and held(self.recording, self._running_process):
+            gone = Event(self.rank, What.EXTERNAL, STOPPED, state=State.STARTED)
+        if gone is not None:
             if gone.operation:  # what its streams were at ends with it, for nobody to meet
                 for key in [key for key, call in calls.items() if call.state is not State.COMPLETED]:
                     calls.pop(key)

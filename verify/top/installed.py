@@ -35,7 +35,7 @@ def row_of(ring: LiveInstalled, status: str, now_ns: int, quiet_s: float | None)
         operation=operation, open=is_open,
         age_s=round(max(0, now_ns - since_ns) / 1e9, 3) if since_ns is not None else None,
         site=site, quiet_s=round(quiet_s, 3) if quiet_s is not None else None, gap_ms=None, p_queue=0, d_queue=0,
-        pending=len(open_), exception=next((raised.text for _, raised in sorted(ring.raised.items())), ""),
+        pending=len(open_), exception=ring.raised[0].text if 0 in ring.raised else "",
         waits=waits, decision=ring.decision, installed=True,
     )  # fmt: skip
 

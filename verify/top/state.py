@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kernel.record import Event, Kind
+from kernel.record.foreign import PROGRAM
 from kernel.request import Phase
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class RankState:
                 self.wait = event
             case Kind.HOST_WAIT_LEAVE:
                 self.wait = None
-            case Kind.EXCEPTION:
+            case Kind.EXCEPTION if event.epoch == 0 or self.recording.meta.get("program") != PROGRAM:
+                # Of any other thread of a program, which goes on.
                 self.exception = event
             case Kind.MARK if event.text == GAP:
                 self.gap_ns = max(event.a, self.gap_ns or 0)

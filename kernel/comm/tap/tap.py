@@ -24,7 +24,7 @@ from kernel.comm.tap.notes import Notes
 from kernel.comm.tap.patches import Patches
 from kernel.comm.tap.watch import Watch
 from kernel.errors import UsageError
-from kernel.record.foreign import PROGRAM
+from kernel.record.foreign import PROGRAM, UNINSTALLED
 from kernel.record.layout import MAX_CAPACITY, Kind
 from kernel.record.writer import Recorder, ring_path
 
@@ -84,6 +84,15 @@ class Tap:
         with _lock:
             if self._closed:
                 return
+            if self._notes is not None and os.getpid() == self._pid:
+                self._notes.say(Kind.MARK, UNINSTALLED)
+            self._finish()
+
+    def _finish(self) -> None:
+        """The same at the end of the process."""
+        with _lock:
+            if self._closed:
+                return
             self._closed = True
             self._early.undo()
             for part in (*self._parts, self._notes):
@@ -98,7 +107,7 @@ class Tap:
             if self._recorder is not None and os.getpid() == self._pid:
                 with contextlib.suppress(OSError, ValueError):
                     self._recorder.close()
-            atexit.unregister(self.uninstall)
+            atexit.unregister(self._finish)
             if self in _current:
                 _current.remove(self)
 
@@ -145,7 +154,7 @@ class Tap:
             part.put(self._patches)
         self._recorder.beat()
         watch.start()
-        atexit.register(self.uninstall)
+        atexit.register(self._finish)
 
 
 def _number(names: tuple[str, ...]) -> int | None:
@@ -209,7 +218,9 @@ def _forked() -> None:
             part.off = True
         tap._closed = True
         tap._patches.undo()
-        atexit.unregister(tap.uninstall)
+        if tap._watch is not None:
+            tap._watch.leave()
+        atexit.unregister(tap._finish)
     _current.clear()
 
 

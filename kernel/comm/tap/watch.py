@@ -46,6 +46,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._hooks: tuple[Any, Any, Any, Any] | None = None
         self._exits: tuple[Any, Any] | None = None
+        self._left = False
 
     # -- what is watched ------------------------------------------------------------------------------------------
 
@@ -105,6 +106,13 @@ class Watch:
         self._end.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2.0)
+        self.leave()
+        self._kept.clear()
+        self._marks.clear()
+
+    def leave(self) -> None:
+        """Hear of no exception any more. In a forked child too, where the thread is not, and whose end is its own."""
+        self._left = True
         if self._hooks is not None:
             before, before_in_threads, mine, mine_in_threads = self._hooks
             # Whoever hooked in after us calls us, and we call whom we found.
@@ -116,8 +124,6 @@ class Watch:
             original, own = self._exits
             if sys.exit is own:
                 sys.exit = original
-        self._kept.clear()
-        self._marks.clear()
 
     def _run(self) -> None:
         # Python 3.14 is the first to tell the system a thread's name. Whoever looks at the process from outside must
@@ -173,12 +179,12 @@ class Watch:
 
     def _uncaught(self, kind: Any, error: Any, trace: Any) -> None:
         before = self._hooks[0] if self._hooks is not None else sys.__excepthook__
-        if not self._end.is_set() and not issubclass(kind, KeyboardInterrupt):
+        if not self._left and not issubclass(kind, KeyboardInterrupt):
             self.exception(error, trace)
         before(kind, error, trace)
 
     def _exit(self, status: Any = None, /) -> NoReturn:
-        if status not in (None, 0) and not self._end.is_set() and threading.current_thread() is threading.main_thread():
+        if status not in (None, 0) and not self._left and threading.current_thread() is threading.main_thread():
             try:
                 self.notes.say(Kind.DECISION, f"{LEAVES}{' '.join(str(status).split())[:300]}")
             except Exception as failure:
@@ -187,7 +193,7 @@ class Watch:
 
     def _uncaught_in_thread(self, args: Any) -> None:
         before = self._hooks[1] if self._hooks is not None else threading.__excepthook__
-        if not self._end.is_set() and args.exc_value is not None:
+        if not self._left and args.exc_value is not None:
             self.exception(args.exc_value, args.exc_traceback)
         before(args)
 
