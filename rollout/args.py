@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kernel.errors import UsageError
 from kernel.exchange.choose import CHOICES
+from kernel.sched.policy import MOST_ROWS
 from kernel.topology import CUTS, GATHERS, ROUTES, World
 from models.config import DTYPES
 from rollout.device import ATTENTIONS, DEVICES, LAUNCH_ORDERS, MODULES, QUANTIZATIONS, WEIGHTS, DeviceOptions
@@ -268,6 +269,8 @@ def parse(command: str, argv: Sequence[str]) -> Options:
     for name in ("repeat", "prefill_tokens", "rows", "kv_tokens", "max_concurrency", "span"):
         if values[name] is not None and values[name] < 1:
             raise UsageError(f"--{name.replace('_', '-')} {values[name]}: must be at least 1")
+    if values["rows"] > MOST_ROWS:
+        raise UsageError(f"--rows {values['rows']}: must be at most {MOST_ROWS}")
     if values["resume"] and values["out"] is None:
         raise UsageError("--resume goes on with the run in a directory: name it with --out DIR")
     for name in ("stall_timeout", "rank_timeout"):

@@ -24,7 +24,7 @@ from kernel.errors import RankLost, TurnstileError, UsageError
 from kernel.inbox import EndSession, Entry, Flush, Pause, Resume, Stop, Submit, UpdateWeights, UsePolicy
 from kernel.request import Request, SamplingParams, whole
 from kernel.sched import registry
-from kernel.sched.policy import Limits
+from kernel.sched.policy import MOST_ROWS, Limits
 from kernel.topology import World
 from models.native import build as kernels
 from rollout import stall
@@ -95,6 +95,8 @@ class Engine:
         for name, value in sizes.items():
             if whole(value, name) < 1:
                 raise UsageError(f"{name}={value}: must be at least 1")
+        if rows > MOST_ROWS:
+            raise UsageError(f"rows={rows}: must be at most {MOST_ROWS}")
         for name, seconds in (("rank_timeout_s", rank_timeout_s), ("stall_timeout_s", stall_timeout_s)):
             if not 0 <= seconds < 1e9:
                 raise UsageError(f"{name}={seconds}: must be a number of seconds, 0 for never")

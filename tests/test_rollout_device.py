@@ -124,6 +124,7 @@ def test_a_build_of_torch_for_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -
         (["--device", "cuda", "--dtype", "float16"], "--dtype"),
         (["--device", "cuda", "--connections", "33"], "--connections 33: must be 1 to 32"),
         (["--device", "cuda", "--max-ctas", "0"], "--max-ctas 0: must be at least 1"),
+        (["--rows", "9999999999"], "--rows 9999999999: must be at most 65536"),
         (["--device", "cuda", "--prefill-sms", "-4"], "--prefill-sms -4: must be at least 1"),
     ],
 )

@@ -153,6 +153,10 @@ class Guarantees:
             raise UsageError(f"decode_bound={self.decode_bound!r}: a policy may claim {', '.join(BOUNDS)}")
 
 
+MOST_ROWS: Final = 1 << 16
+"""Of a replica: tables of its rows are made at once, whatever decodes."""
+
+
 @lru_cache(maxsize=1024)
 def _bucket(rows: int, buckets: tuple[int, ...], granule: int) -> int:
     least = min((n for n in buckets if n >= rows), default=rows)
