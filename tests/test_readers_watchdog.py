@@ -59,3 +59,39 @@ def test_sends_and_receives_of_equal_numbers_are_not_compared(tmp_path: Path) ->
     found = read(tmp_path, text)
     assert (found.code, found.verdict.ranks) == (3, ())
     assert any("with whom sends and receives pair" in line for line in found.unknown)
+
+
+def test_groups_without_a_description_are_told_apart_by_their_guid(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are in group 3, rank 1 in group 7: their calls of one number are not compared."""
+    text = "".join(
+        timeout(rank, 32, op) + status(rank, 32, 32, 31, f"PG ID 2 PG GUID {guid}")
+        for rank, op, guid in ((0, "ALLREDUCE", 3), (1, "BROADCAST", 7), (2, "ALLREDUCE", 3))
+    )
+    found = watchdog.READER.read(written(tmp_path, text))
+    groups = {event.rank: (str(event.communicator), event.operation) for event in found.events if event.communicator}
+    assert groups == {0: ("3", "all_reduce"), 1: ("7", "broadcast"), 2: ("3", "all_reduce")}
+    assert diagnose_found(found).code == 3
+    same = text.replace("GUID 7", "GUID 3")
+    assert (str((odd := read(tmp_path, same)).verdict.cls), odd.verdict.ranks) == ("mismatch", (1,))
+
+
+def test_a_number_of_the_process_is_no_name_of_a_group(tmp_path: Path) -> None:
+    """Group 2 of one process may be another one's group 5."""
+    found = watchdog.READER.read(written(tmp_path, timeout(0, 32) + status(0, 32, 32, 31, "PG 2")))
+    assert {each.name for each in found.loose} == {""}
+
+
+@pytest.mark.parametrize("gap", [" ", "  "])
+@pytest.mark.parametrize("more", ["", status(1, -1, 4, 4)])
+def test_the_signal_of_another_rank_tells_what_one_has_not_enqueued(gap: str, more: str, tmp_path: Path) -> None:
+    signal = (
+        "[rank1]:[E1130 10:00:00.1 ProcessGroupNCCL.cpp:1794] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump"
+        f" signal due to a collective timeout from{gap}rank 0 and we will try our best to dump the debug info. Last"
+        " enqueued NCCL work: 4, last completed NCCL work: 4.This is most likely caused by incorrect usages\n"
+    )
+    found = read(tmp_path, timeout(0, 5) + status(0, 5, 5, 4) + signal + more)
+    told = found.verdict
+    assert (str(told.cls), str(told.certainty), told.ranks) == ("missing", "certain", (1,))
+    alone = watchdog.READER.read(written(tmp_path, signal))
+    assert alone.present == {1}
+    assert not alone.overdue, "its own watchdog has not given up"
