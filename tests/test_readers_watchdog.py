@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.test_readers_logs import status, timeout, written
+from verify.events import Communicator, Event, Kind, State
 from verify.hang.diagnosis import diagnose_found
 from verify.readers import watchdog
+from verify.readers.found import UNNAMED_GROUP, Found, nothing_open
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,3 +97,40 @@ def test_the_signal_of_another_rank_tells_what_one_has_not_enqueued(gap: str, mo
     alone = watchdog.READER.read(written(tmp_path, signal))
     assert alone.present == {1}
     assert not alone.overdue, "its own watchdog has not given up"
+
+
+OTHER = timeout(1, 5, "_ALLGATHER_BASE", 8)
+UNNAMED = [
+    ("mismatch", (), timeout(0, 5, "ALLREDUCE", 4) + OTHER),
+    ("mismatch", (1,), timeout(0, 5) + OTHER + timeout(2, 5)),
+    ("device_stall", (0, 2), "".join(timeout(rank, 5 + rank % 2, "ALLREDUCE") for rank in range(4))),
+]
+
+
+@pytest.mark.parametrize(("cls", "ranks", "text"), UNNAMED, ids=["two sides", "odd one", "stall"])
+def test_calls_of_which_no_line_names_the_group_may_be_of_several(
+    cls: str, ranks: tuple[int, ...], text: str, tmp_path: Path
+) -> None:
+    told = read(tmp_path, text).verdict
+    assert (str(told.cls), told.ranks) == (cls, ranks)
+    assert (str(told.certainty), told.condition) == (
+        "conditional", "these calls are of one group, which the log does not say"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "certainty"), [(UNNAMED_GROUP, "conditional"), ("tp", "certain")])
+def test_who_is_missing_may_not_belong_to_a_group_that_no_line_names(name: str, certainty: str) -> None:
+    group = Communicator((0, 1), name)
+    waits = Event(0, Kind.COLLECTIVE, "all_reduce", communicator=group, sequence=4, state=State.SCHEDULED)
+    found = Found("log", (waits, nothing_open(1)), frozenset({0, 1}), overdue=frozenset({0}))
+    told = diagnose_found(found).verdict
+    assert (str(told.cls), told.ranks, str(told.certainty)) == ("missing", (1,), certainty)
+    assert ("rank 1 belongs to the group of these calls" in told.condition) == (certainty == "conditional")
+
+
+@pytest.mark.parametrize("more", ["", status(0, 5, 5, 4)], ids=["unnamed", "named"])
+def test_one_rank_in_the_evidence_is_not_all_members(more: str, tmp_path: Path) -> None:
+    found = read(tmp_path, timeout(0, 5) + more)
+    assert found.code == 3
+    assert "which others belong to that group is not in the evidence" in found.verdict.say
+    assert "all members" not in found.verdict.say

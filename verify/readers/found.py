@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kernel.errors import UsageError
 from verify.events import NOTHING, Confidence, Event, Kind, State
@@ -32,6 +32,8 @@ PERHAPS_BY_IT = "it may have left by it"
 """How a line of `unknown` ends that names a rank and what it logged last but for a few lines."""
 GROUP_UNTOLD = "some timeouts do not say which group they are of"
 """How lines of `unknown` end that other evidence may settle."""
+UNNAMED_GROUP: Final = "a group that the log does not name"
+"""What events call the group of calls of which nothing names one: they may be of several."""
 
 
 @dataclass(frozen=True, slots=True)

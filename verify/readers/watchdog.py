@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.attempts import attempt_in, present_lines, restarted
-from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, PERHAPS_BY_IT, Found, Named, nothing_open
+from verify.readers.found import (
+    AFTER,
+    GROUP_UNTOLD,
+    MEMBERS_UNTOLD,
+    PERHAPS_BY_IT,
+    UNNAMED_GROUP,
+    Found,
+    Named,
+    nothing_open,
+)
 from verify.readers.lines import MOST, file_lines, holds, named, rank_in, rank_of_file, unusable
 from verify.readers.tracebacks import FEW, FIRST, Tracebacks
 
@@ -32,8 +41,10 @@ WHAT: Final = "log"
 DEFAULT: Final = "default_pg"
 LOOKED: Final = 20_000
 """Calls of all members of a group together that are looked at, the first ones."""
-UNNAMED: Final = ("", "a group that the log does not name")
-NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"Last enqueued", b"last completed")
+UNNAMED: Final = ("", UNNAMED_GROUP)
+NEEDLES: Final = (
+    b"Watchdog caught collective operation timeout", b"last enqueued", b"Last enqueued", b"last completed"
+)  # fmt: skip
 TRACEBACK: Final = FIRST.encode()
 
 _TIMEOUT = re.compile(
