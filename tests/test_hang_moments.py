@@ -4,12 +4,14 @@ Where something shows that a call has outlasted its timeout, it is.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests import fr_dumps
 from tests.evidence_files import nccl_lines, ras
 from tests.fr_dumps import Recorder, recorders, save
 from tests.healthy import SECOND, START, Working, program
@@ -111,6 +113,57 @@ def test_a_call_that_outlasted_its_timeout_makes_it_certain(
     assert ("dump again, or look for timeouts in the logs" in told) is not certain
 
 
+@pytest.mark.parametrize(
+    ("written", "certain"), [(5, False), (580, False), (602, True), (10**6, True)],
+    ids=["at once", "before the time-out", "with it", "a copy"],
+)  # fmt: skip
+def test_a_dump_of_before_the_time_out_does_not_show_that_its_rank_never_came(
+    written: int, certain: bool, tmp_path: Path
+) -> None:
+    """Rank 0 calls at 1 s, and may wait until 601 s; its dump is of 701 s. written: when rank 1's file was, s."""
+    assert late(tmp_path, after=700, timeout=600).verdict.certainty is Certainty.CERTAIN
+    os.utime(tmp_path / "dump_rank_1", ns=(START + written * SECOND,) * 2)
+    found = diagnose_found(gather([tmp_path])).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+    assert found.certainty is (Certainty.CERTAIN if certain else Certainty.CONDITIONAL)
+    if not certain:
+        assert found.condition == (
+            "rank 1 still stands where its dump shows it, perhaps before any call here had outlasted its timeout; dump"
+            " all ranks at one moment"
+        )
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_an_empty_dump_tells_no_time(empty: bool, tmp_path: Path) -> None:
+    """Its counters alone say that rank 1 has made no call."""
+    ranks = recorders(2, {"0": ("default_pg", (0, 1)), "1": ("a", (0,)), "2": ("b", (1,))})
+    ranks[0].call("0", state="scheduled", retired=False, time_created_ns=START)
+    ranks[0].call("1", time_created_ns=START + 700 * SECOND)
+    if not empty:
+        ranks[1].call("2", time_created_ns=START + 700 * SECOND)
+    counts = [{0: (1, -1), 1: (1, 1)}, {0: (-1, -1), 1: (-1, -1) if empty else (1, 1)}]
+    for rank, mine in zip(ranks, counts, strict=True):
+        status = {
+            at: {"last_enqueued_collective": sent, "last_completed_collective": done}
+            for at, (sent, done) in mine.items()
+        }
+        fr_dumps.write(tmp_path, {rank.rank: {**rank.dump(), "pg_status": status}})
+    found = diagnose_found(gather([tmp_path])).verdict
+    assert (found.cls, found.ranks) == (Class.MISSING, (1,))
+    assert found.certainty is (Certainty.CONDITIONAL if empty else Certainty.CERTAIN)
+
+
+def test_a_newer_record_in_an_old_file_counts(tmp_path: Path) -> None:
+    """A file system that keeps no times: what the dump itself tells is enough."""
+    ranks = recorders(2, TWO)
+    ranks[0].call("0", state="scheduled", retired=False, time_created_ns=START)
+    ranks[0].call("1", time_created_ns=START + 700 * SECOND)
+    ranks[1].call("1", time_created_ns=START + 700 * SECOND)
+    os.utime(save(tmp_path, ranks) / "dump_rank_1", ns=(0, 0))
+    found = diagnose_found(gather([tmp_path])).verdict
+    assert (found.cls, found.ranks, found.certainty) == (Class.MISSING, (1,), Certainty.CERTAIN)
+
+
 @pytest.mark.parametrize("calls", [3, 300])
 @pytest.mark.parametrize("done", [True, False])
 def test_what_a_coalesced_group_holds_does_not_wait_by_itself(calls: int, done: bool, tmp_path: Path) -> None:
@@ -124,7 +177,7 @@ def test_what_a_coalesced_group_holds_does_not_wait_by_itself(calls: int, done: 
             state = "completed" if done or n else "scheduled"
             rank.call("0", "coalesced", state=state, retired=state == "completed", same=True, is_p2p=True, **at)
     late = decode(save(tmp_path, ranks) / "dump_rank_0").patience
-    assert late == (Patience() if done else Patience(30_000, over=calls > 3))
+    assert late == (Patience() if done else Patience(30_000, calls > 3, START + 30 * SECOND))
 
 
 def test_the_condition_names_the_timeout_and_what_to_look_at(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.test_readers_logs import status, timeout, written
+from verify.events import Communicator, Event, Kind, State
 from verify.hang.diagnosis import diagnose_found
 from verify.readers import watchdog
+from verify.readers.found import UNNAMED_GROUP, Found, nothing_open
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,3 +61,76 @@ def test_sends_and_receives_of_equal_numbers_are_not_compared(tmp_path: Path) ->
     found = read(tmp_path, text)
     assert (found.code, found.verdict.ranks) == (3, ())
     assert any("with whom sends and receives pair" in line for line in found.unknown)
+
+
+def test_groups_without_a_description_are_told_apart_by_their_guid(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are in group 3, rank 1 in group 7: their calls of one number are not compared."""
+    text = "".join(
+        timeout(rank, 32, op) + status(rank, 32, 32, 31, f"PG ID 2 PG GUID {guid}")
+        for rank, op, guid in ((0, "ALLREDUCE", 3), (1, "BROADCAST", 7), (2, "ALLREDUCE", 3))
+    )
+    found = watchdog.READER.read(written(tmp_path, text))
+    groups = {event.rank: (str(event.communicator), event.operation) for event in found.events if event.communicator}
+    assert groups == {0: ("3", "all_reduce"), 1: ("7", "broadcast"), 2: ("3", "all_reduce")}
+    assert diagnose_found(found).code == 3
+    same = text.replace("GUID 7", "GUID 3")
+    assert (str((odd := read(tmp_path, same)).verdict.cls), odd.verdict.ranks) == ("mismatch", (1,))
+
+
+def test_a_number_of_the_process_is_no_name_of_a_group(tmp_path: Path) -> None:
+    """Group 2 of one process may be another one's group 5."""
+    found = watchdog.READER.read(written(tmp_path, timeout(0, 32) + status(0, 32, 32, 31, "PG 2")))
+    assert {each.name for each in found.loose} == {""}
+
+
+@pytest.mark.parametrize("gap", [" ", "  "])
+@pytest.mark.parametrize("more", ["", status(1, -1, 4, 4)])
+def test_the_signal_of_another_rank_tells_what_one_has_not_enqueued(gap: str, more: str, tmp_path: Path) -> None:
+    signal = (
+        "[rank1]:[E1130 10:00:00.1 ProcessGroupNCCL.cpp:1794] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump"
+        f" signal due to a collective timeout from{gap}rank 0 and we will try our best to dump the debug info. Last"
+        " enqueued NCCL work: 4, last completed NCCL work: 4.This is most likely caused by incorrect usages\n"
+    )
+    found = read(tmp_path, timeout(0, 5) + status(0, 5, 5, 4) + signal + more)
+    told = found.verdict
+    assert (str(told.cls), str(told.certainty), told.ranks) == ("missing", "certain", (1,))
+    alone = watchdog.READER.read(written(tmp_path, signal))
+    assert alone.present == {1}
+    assert not alone.overdue, "its own watchdog has not given up"
+
+
+OTHER = timeout(1, 5, "_ALLGATHER_BASE", 8)
+UNNAMED = [
+    ("mismatch", (), timeout(0, 5, "ALLREDUCE", 4) + OTHER),
+    ("mismatch", (1,), timeout(0, 5) + OTHER + timeout(2, 5)),
+    ("device_stall", (0, 2), "".join(timeout(rank, 5 + rank % 2, "ALLREDUCE") for rank in range(4))),
+]
+
+
+@pytest.mark.parametrize(("cls", "ranks", "text"), UNNAMED, ids=["two sides", "odd one", "stall"])
+def test_calls_of_which_no_line_names_the_group_may_be_of_several(
+    cls: str, ranks: tuple[int, ...], text: str, tmp_path: Path
+) -> None:
+    told = read(tmp_path, text).verdict
+    assert (str(told.cls), told.ranks) == (cls, ranks)
+    assert (str(told.certainty), told.condition) == (
+        "conditional", "these calls are of one group, which the log does not say"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "certainty"), [(UNNAMED_GROUP, "conditional"), ("tp", "certain")])
+def test_who_is_missing_may_not_belong_to_a_group_that_no_line_names(name: str, certainty: str) -> None:
+    group = Communicator((0, 1), name)
+    waits = Event(0, Kind.COLLECTIVE, "all_reduce", communicator=group, sequence=4, state=State.SCHEDULED)
+    found = Found("log", (waits, nothing_open(1)), frozenset({0, 1}), overdue=frozenset({0}))
+    told = diagnose_found(found).verdict
+    assert (str(told.cls), told.ranks, str(told.certainty)) == ("missing", (1,), certainty)
+    assert ("rank 1 belongs to the group of these calls" in told.condition) == (certainty == "conditional")
+
+
+@pytest.mark.parametrize("more", ["", status(0, 5, 5, 4)], ids=["unnamed", "named"])
+def test_one_rank_in_the_evidence_is_not_all_members(more: str, tmp_path: Path) -> None:
+    found = read(tmp_path, timeout(0, 5) + more)
+    assert found.code == 3
+    assert "which others belong to that group is not in the evidence" in found.verdict.say
+    assert "all members" not in found.verdict.say

@@ -25,6 +25,7 @@ from verify.hang.moving import (
 )
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
+from verify.readers.found import UNNAMED_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,8 +96,11 @@ def its_members_are_not_known(case: Case) -> Verdict | None:
             not launch.done for launch, _ in meeting.arrived.values()
         ):  # fmt: skip
             alone.setdefault(next(iter(ranks)), meeting)
-    if not alone or len(case.everybody) < 2 or any(rank in case.found.whole for rank in alone):
+    if not alone or any(rank in case.found.whole for rank in alone):
         return None
+    guessed = {str(each.communicator) for each in case.found.loose}
+    if len(case.everybody) < 2 and not any(meeting.key[0].name in guessed for meeting in alone.values()):
+        return None  # a job of one rank, as its dump says: one rank's log does not
     told = "; ".join(f"rank {rank} waits in {words.operation(meeting)}" for rank, meeting in sorted(alone.items())[:3])
     more = "which others belong to that group is" if len(alone) == 1 else "which others belong to these groups is"
     why = f"{told}; {more} not in the evidence"
@@ -320,6 +324,19 @@ def they_may_be_of_two_jobs(case: Case) -> Verdict | None:
     return verdict.undecided(f"nobody waits, if {told}") if verdict.cls is Class.NONE else verdict.only_if(told)
 
 
+def its_calls_may_be_of_several_groups(case: Case) -> Verdict | None:
+    """Calls of a log that names no group are counted as those of one, to which all ranks belong: nothing says so."""
+    verdict = case.verdict
+    if verdict.cls not in (*OF_ONE_MOMENT, Class.MISMATCH) or verdict.certainty is Certainty.UNDECIDED:
+        return None
+    if not any(UNNAMED_GROUP in line for line in (verdict.say, *verdict.chain)):
+        return None
+    if verdict.cls in (Class.MISMATCH, Class.DEVICE_STALL):
+        return verdict.only_if("these calls are of one group, which the log does not say")
+    belong = f"{words.ranks(verdict.ranks)} {'belongs' if len(verdict.ranks) == 1 else 'belong'}"
+    return verdict.only_if(f"{belong} to the group of these calls, which the log does not say")
+
+
 CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_may_have_gone_on,
     it_is_of_different_moments,
@@ -335,6 +352,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_waits_for_itself,
     nothing_shows_it_is_late,
     they_may_be_of_two_jobs,
+    its_calls_may_be_of_several_groups,
 )
 """Each is asked, in this order, about what the ones before it left."""
 

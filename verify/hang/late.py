@@ -3,7 +3,8 @@ where no evidence would show it.
 
 A dump, a stack or the log of launches of a job that works looks like one of a job that hangs, taken at the right
 moment. That a wait is not one for a rank that is merely slow is known where a call has waited for as long as it may
-(`Found.overdue`), where the rank has left, and from a record of everything, which has rules of its own.
+(`Found.overdue`) and the rank's own evidence is not of before that (`Found.earlier`), where it has left, and from a
+record of everything, which has rules of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 OF_A_MOMENT: Final = frozenset({Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL})
 """Findings that the next moment may take back."""
+UNREACHED: Final = "perhaps before any call here had outlasted its timeout"
 UNHEARD: Final = "which Flight Recorder on gloo does not record"
 
 
@@ -46,6 +48,9 @@ def nothing_shows_it_is_late(case: Case) -> Verdict | None:
         limit = f" ({case.found.timeout_s:g} s)" if case.found.timeout_s else ""
         unshown = f"no call here is known to have outlasted its timeout{limit}"
         conditions.append(f"{who}{'does' if one else 'do'} not {what} any more: {unshown}; {LOOK}")
+    elif not told and (old := blamed & case.found.earlier - left):
+        stands = "still stands where its dump shows it" if len(old) == 1 else "still stand where their dumps show them"
+        conditions.append(f"{words.ranks(old)} {stands}, {UNREACHED}; dump all ranks at one moment")
     if not conditions:
         return None
     fix = words.LATE if verdict.fix == words.FIXES["missing"] else verdict.fix

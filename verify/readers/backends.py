@@ -109,4 +109,5 @@ def joined(found: Sequence[Found]) -> Found:
         timeout_s=max((each.timeout_s for each in found if each.timeout_s is not None), default=None),
         deaf=frozenset[int]().union(*(each.deaf for each in found)),
         mixed=next((each.mixed for each in found if each.mixed), ""),
+        earlier=frozenset[int]().union(*(each.earlier for each in found)),
     )

@@ -110,11 +110,13 @@ class Column(NamedTuple):
 
 class Patience(NamedTuple):
     """How long the open calls of a process may wait. timeout_ms: the longest, 0 where none is known. over: one of them
-    has waited for as long as it may, as a later time of the same dump shows.
+    has waited for as long as it may, as a later time of the same dump shows. due_ns: when the first of them will have,
+    ns since 1970 by its host's clock, 0 where that is not known.
     """
 
     timeout_ms: int = 0
     over: bool = False
+    due_ns: int = 0
 
 
 NO_CALL_OPEN: Final = Patience()

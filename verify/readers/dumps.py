@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +26,7 @@ from verify.readers.backends import families, joined
 from verify.readers.calls import shapes
 from verify.readers.folded import everything, fold
 from verify.readers.found import Found, Named
-from verify.readers.lives import newest, of_equal
+from verify.readers.lives import SECOND, SKEW_S, newest, of_equal
 from verify.readers.membership import damaged, resolve
 from verify.readers.parted import of_one_job
 from verify.readers.transfers import Transfers, ends_of
@@ -45,6 +46,9 @@ MARKED = re.compile(
     re.IGNORECASE,
 )
 """A rank in a file's name: not one within a node, nor the beginning of an address (`rank_10.0.0.12_3`)."""
+
+
+SKEW_NS = int(SKEW_S * SECOND)
 
 
 class Mine(NamedTuple):
@@ -94,8 +98,23 @@ def _told(part: Family, unknown: list[str], whole: bool) -> Found:
         ),
         overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
         timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
-        deaf=job.deaf, mixed=mixed,
+        deaf=job.deaf, mixed=mixed, earlier=frozenset(_of_before(mine)),
     )  # fmt: skip
+
+
+def _of_before(mine: Sequence[Mine]) -> Iterable[int]:
+    """Ranks whose dump, by its newest time and by that of its file, is of before any other rank's open call had waited
+    for as long as it may, or tells no time at all. A copy of a file may be younger than the dump, and never older.
+    """
+    first = sorted((each.dump.patience.due_ns, each.rank) for each in mine if each.dump.patience.due_ns)[:2]
+    for rank, dump in mine:
+        due = next((ns for ns, other in first if other != rank), 0)
+        if not dump.moved_ns:
+            yield rank
+        elif dump.moved_ns + SKEW_NS < due:
+            with suppress(OSError):
+                if dump.path.stat().st_mtime_ns + SKEW_NS < due:
+                    yield rank
 
 
 def _by_rank(dumps: Sequence[Dump], unknown: list[str]) -> Dumps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kernel.errors import UsageError
 from verify.events import NOTHING, Confidence, Event, Kind, State
@@ -32,6 +32,8 @@ PERHAPS_BY_IT = "it may have left by it"
 """How a line of `unknown` ends that names a rank and what it logged last but for a few lines."""
 GROUP_UNTOLD = "some timeouts do not say which group they are of"
 """How lines of `unknown` end that other evidence may settle."""
+UNNAMED_GROUP: Final = "a group that the log does not name"
+"""What events call the group of calls of which nothing names one: they may be of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class Found:
     most, where known. traced: a rank and the exception by which it left, as only the traceback that ends its log tells.
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
-    says so.
+    says so. earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
+    long as it may: what they have done since it does not tell.
     """
 
     source: str
@@ -100,6 +103,7 @@ class Found:
     traced: frozenset[tuple[int, str]] = frozenset()
     undated: frozenset[int] = frozenset()
     mixed: str = ""
+    earlier: frozenset[int] = frozenset()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

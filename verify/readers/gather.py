@@ -281,6 +281,7 @@ def merge(found: Sequence[Found]) -> Found:
         undated=frozenset[int]().union(*(each.undated for each in found)),
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
         mixed=next((each.mixed for each in found if each.mixed), ""),
+        earlier=frozenset[int]().union(*(each.earlier for each in found)) - whole,
     )
 
 

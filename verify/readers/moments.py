@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -91,7 +92,7 @@ def patience_of(
 
     What a coalesced group holds stays open for ever in a dump: only its end tells.
     """
-    over, longest = False, 0
+    due, longest = 0, 0
     start = until = 0
     ended = False
     places = list(map(id, calls)) if waiting else []
@@ -109,6 +110,6 @@ def patience_of(
                 ended = calls[until - 1].marker and calls[until - 1].done
             if not ended and (made := when(at)) > 0:
                 longest = max(longest, timeout)
-                over = over or made + timeout * 1_000_000 <= moved
+                due = min(due or sys.maxsize, made + timeout * 1_000_000)
                 break  # those after it are younger
-    return Patience(longest, over)
+    return Patience(longest, 0 < due <= moved, due)

@@ -3,6 +3,8 @@
     [rank1]:[E810 ..] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=78, OpType=BROADCAST, ..
     [rank1]:[E810 ..] [PG ID 0 PG GUID 0(default_pg) Rank 1] failure detected by watchdog at work sequence id: 78
                       PG status: last enqueued work: 79, last completed work: 77
+    [rank0]:[E810 ..] [PG ID 0 PG GUID 0(default_pg) Rank 0] Received a dump signal due to a collective timeout from
+                      rank 1 and we will .. Last enqueued NCCL work: 77, last completed NCCL work: 77.
 
 `[rank1]:` is the global rank; `Rank 1` is the one inside the group, and tells the global one for the default group
 only. The lines do not say who is in a group: its members are taken to be the ranks whose lines name it, all ranks for
@@ -18,7 +20,16 @@ from typing import TYPE_CHECKING, Final
 
 from verify.events import Communicator, Confidence, Event, Kind, State
 from verify.readers.attempts import attempt_in, present_lines, restarted
-from verify.readers.found import AFTER, GROUP_UNTOLD, MEMBERS_UNTOLD, PERHAPS_BY_IT, Found, Named, nothing_open
+from verify.readers.found import (
+    AFTER,
+    GROUP_UNTOLD,
+    MEMBERS_UNTOLD,
+    PERHAPS_BY_IT,
+    UNNAMED_GROUP,
+    Found,
+    Named,
+    nothing_open,
+)
 from verify.readers.lines import MOST, file_lines, holds, named, rank_in, rank_of_file, unusable
 from verify.readers.tracebacks import FEW, FIRST, Tracebacks
 
@@ -30,8 +41,10 @@ WHAT: Final = "log"
 DEFAULT: Final = "default_pg"
 LOOKED: Final = 20_000
 """Calls of all members of a group together that are looked at, the first ones."""
-UNNAMED: Final = ("", "a group that the log does not name")
-NEEDLES: Final = (b"Watchdog caught collective operation timeout", b"last enqueued", b"last completed")
+UNNAMED: Final = ("", UNNAMED_GROUP)
+NEEDLES: Final = (
+    b"Watchdog caught collective operation timeout", b"last enqueued", b"Last enqueued", b"last completed"
+)  # fmt: skip
 TRACEBACK: Final = FIRST.encode()
 
 _TIMEOUT = re.compile(
@@ -39,10 +52,15 @@ _TIMEOUT = re.compile(
     r"(?:SeqNum=(?P<seq>\d{1,18}), )?OpType=(?P<op>\w{1,40})"
     r"(?:, NumelIn=(?P<numel>\d{1,18}), NumelOut=\d{1,18})?"
 )
-_PG = r"\[PG (?:ID \d{1,9} PG GUID )?(?P<guid>[^\s(\]]{1,200})\s?\((?P<desc>[^)]{0,200})\) Rank (?P<rank>\d{1,7})\]"
+# A group without a description is told by its GUID alone; `PG 2` alone would be a number of the process's own.
+_PG = (
+    r"\[PG (?P<id>ID \d{1,9} PG GUID )?(?P<guid>[^\s(\]]{1,200})(?:\s?\((?P<desc>[^)]{0,200})\)|(?(id)|(?!)))"
+    r" Rank (?P<rank>\d{1,7})\]"
+)
 _STATUS = re.compile(
-    _PG + r".{0,200}?(?:work sequence id|at work|NCCL work): (?P<seq>\d{1,18}).{0,40}?"
-    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
+    _PG + r".{0,200}?(?:(?:work sequence id|at work|NCCL work): (?P<seq>-?\d{1,18}).{0,40}?l"
+    r"|(?P<signal>Received a dump signal) due to a collective timeout.{0,200}?L)"
+    r"ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
 )
 _OPERATIONS: Final = {
     "ALLREDUCE": "all_reduce",
@@ -127,6 +145,8 @@ class _Lines:
         self.groups: dict[Name, _Group] = defaultdict(_Group)
         self.at: dict[tuple[int, int], set[Name]] = defaultdict(set)
         """(rank, number) that status lines name -> the groups."""
+        self.gave_up: set[int] = set()
+        """Ranks with a status line that their own watchdog wrote, not as another rank's signal asked for it."""
         self.transfers: set[tuple[int, int]] = set()
         """(rank, number) of sends and receives that timed out."""
         self.traces = Tracebacks()
@@ -151,7 +171,7 @@ class _Lines:
             if "Watchdog caught" in line and (found := _TIMEOUT.search(line)):
                 self.kept += 1
                 self._timeout(int(found["rank"]) if rank is None else rank, found, rank is None)
-            elif "last enqueued" in line and (found := _STATUS.search(line)):
+            elif "ast enqueued" in line and (found := _STATUS.search(line)):
                 self.kept += 1
                 self._status(rank, found)
             elif rank is not None:
@@ -168,13 +188,16 @@ class _Lines:
         self.timeouts[rank, int(found["seq"] or 0)].add((operation, numel))
 
     def _status(self, rank: int | None, found: re.Match[str]) -> None:
-        name = (found["guid"], "" if found["desc"] == "undefined" else found["desc"])
+        name = (found["guid"], "" if found["desc"] in (None, "undefined") else found["desc"])
         if rank is None:
             self.nameless += name[1] != DEFAULT
             rank = int(found["rank"])
         self.seen.add(rank)
         self.groups[name].status[rank] = (int(found["enqueued"]), int(found["completed"]))
-        self.at[rank, int(found["seq"])].add(name)
+        if found["signal"] is None:
+            self.gave_up.add(rank)
+        if found["seq"] is not None:
+            self.at[rank, int(found["seq"])].add(name)
 
     def found(self, source: str) -> Found:
         """Everything that the lines say."""
@@ -239,7 +262,7 @@ class _Lines:
     def _overdue(self) -> Iterator[int]:
         """Ranks whose watchdog, or whose call itself, gave up waiting."""
         yield from (rank for rank, _ in (*self.timeouts, *self.transfers))
-        yield from (rank for group in self.groups.values() for rank in group.status)
+        yield from self.gave_up
         # What was caught ended nobody, and who writes on may wait in a later call.
         left = {rank: text for rank, text in self.traces.after.items() if self.traces.wrote_on[rank] <= FEW}
         yield from (rank for rank, text in left.items() if _TIMED_OUT.search(text))
