@@ -120,12 +120,15 @@ def test_a_policy_that_is_installed_among_the_libraries_is_watched_as_any(
     ("body", "says"),
     [
         ("def __init__(self, limits): raise SystemExit(0)", r"cannot be made, \S+mine\.py:3: SystemExit: 0$"),
+        ("class Odd(BaseException): pass\n    def __init__(self, limits): raise Mine.Odd('hm')",
+         r"cannot be made, \S+mine\.py:4: Odd: hm$"),
+        ("def __init__(self, limits): raise KeyboardInterrupt", r"cannot be made, \S+mine\.py:3: KeyboardInterrupt$"),
         ("def __init__(self): pass", r"cannot be made, Mine\.__init__ \(\S+mine\.py:3\): TypeError: "),
         ("name = 7", r"has the name 7: it must be text"),
         ("guarantees = None", r"has no guarantees: subclass"),
         ("route = 'zigzag'", r"has the route 'zigzag': choose one of auto, paper"),
     ],
-)
+)  # fmt: skip
 def test_a_policy_that_cannot_be_made(body: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(f"from kernel.sched.fine import Fine\nclass Mine(Fine):\n    {body}\n")
