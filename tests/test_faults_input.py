@@ -139,6 +139,23 @@ def test_a_policy_that_cannot_be_made(body: str, says: str, tmp_path: Path, capf
     assert not out.exists()
 
 
+@pytest.mark.slow
+def test_what_a_policy_prints_is_no_part_of_the_json(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\nfrom kernel.sched.fine import Fine\nprint('at import')\nclass Mine(Fine):\n    name = 'mine'\n"
+        "    def __init__(self, limits):\n        super().__init__(limits)\n        print('made')\n"
+        "    def span(self, now):\n        print('in a hook')\n        os.write(1, b'to the descriptor\\n')\n"
+        "        return 1\n"
+    )
+    small = ("--fraction", "0.02", "--turns", "2", "--length-scale", "0.02", "--time-scale", "0")
+    code, out, err = turnstile("rollout", "--policy", f"{file}:Mine", *small, "--json", "--out", tmp_path / "o")
+    assert code == 0, err
+    assert json.loads(out)
+    for said in ("at import", "made", "in a hook", "to the descriptor"):
+        assert said in err
+
+
 def test_what_a_policy_takes_from_os_works_once_it_is_imported(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import os\nfrom os import fork as split\nfrom kernel.sched.planner import Planner\n\n"

@@ -79,7 +79,8 @@ def create(spec: str, limits: Limits) -> Policy:
             if key not in fields:
                 raise UsageError(f"policy {name} has no option {key!r}: it has {', '.join(fields)}")
     try:
-        policy: Policy = cls(limits, config_type(**options)) if options else cls(limits)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of a command's output
+            policy: Policy = cls(limits, config_type(**options)) if options else cls(limits)
     except TurnstileError:
         raise
     except BaseException as error:
@@ -164,7 +165,7 @@ def _from_file(name: str) -> type[Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module
     try:
-        with _one_process():
+        with _one_process(), contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
     except BaseException as error:
         if hooks.interrupts(error):

@@ -295,6 +295,8 @@ def main() -> None:
 
 def join_world() -> int:
     """Be the rank that torchrun started this process as; its exit code."""
+    with suppress(OSError):
+        os.dup2(2, 1)  # what a policy prints: standard output is the launcher's
     return run_loop("join")
 
 
