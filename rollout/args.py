@@ -134,7 +134,9 @@ def parser(command: str) -> Parser:
     _workload(made)
     _engine(made)
     output = made.add_argument_group("output")
-    output.add_argument("--out", type=Path, metavar="DIR", help="directory of the run (default: runs/<UTC time>)")
+    output.add_argument(
+        "--out", type=_directory, metavar="DIR", help="directory of the run (default: runs/<UTC time>)"
+    )
     output.add_argument(
         "--resume", action="store_true", help="go on with the unfinished run in --out DIR: what is finished stays"
     )
@@ -300,6 +302,13 @@ def parse(command: str, argv: Sequence[str]) -> Options:
         rank_timeout=values["rank_timeout"],
         json=values["json"],
     )
+
+
+def _directory(text: str) -> Path:
+    """A directory's name; an empty one, as an unset variable leaves it, would mean the current directory."""
+    if not text.strip():
+        raise UsageError("--out is empty: name a directory (`.` for this one), or leave it out for runs/<UTC time>")
+    return Path(text)
 
 
 def _specs(policies: tuple[str, ...], span: int | None) -> tuple[str, ...]:

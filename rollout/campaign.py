@@ -100,17 +100,23 @@ def prepare(options: Options, source: Trace) -> Campaign:
     if options.device.compiled:  # before there is a loop, under which Ctrl-C would wait for the compiler
         options.device.check_installed()
     told = fingerprint.of(Path(options.model)) if config else None
-    out = report_files.directory(options.out, resume=options.resume)
-    held = report_files.hold(out, resume=options.resume)
+    made: list[Path] = []
+    out = report_files.directory(options.out, resume=options.resume, made=made)
+    held, fresh = -1, not config and not (out / "model").exists()
     try:
+        held = report_files.hold(out, resume=options.resume)
         model = Path(options.model) if config else _tiny(out / "model", trajectories)
         config = config or read_config(model)
         title = options.shape.describe(source)
-        return Campaign(
-            options, out, model, config, title, trajectories, _runs(options, out), told or fingerprint.of(model), held
-        )
+        sha = told or fingerprint.of(model)
+        runs = _runs(options, out)
+        return Campaign(options, out, model, config, title, trajectories, runs, sha, held, tuple(made))
     except BaseException:
-        os.close(held)
+        if held >= 0:
+            os.close(held)
+            if fresh:
+                shutil.rmtree(out / "model", ignore_errors=True)
+        report_files.remove(made)
         raise
 
 
@@ -119,11 +125,17 @@ def execute(campaign: Campaign, source: Trace) -> int:
 
     Input that turns out to be unusable before the first turn is done leaves no run behind.
     """
-    out, loop_factory = campaign.out, _engine_part("uvloop", "new_event_loop")
-    about = {**report_files.surroundings(), **_about(campaign, source)}
-    if campaign.options.resume:
-        _keep(campaign, about)
-    report_files.write_json(out / "run.json", {**about, "status": "running"})
+    out = campaign.out
+    try:
+        loop_factory = _engine_part("uvloop", "new_event_loop")
+        about = {**report_files.surroundings(), **_about(campaign, source)}
+        if campaign.options.resume:
+            _keep(campaign, about)
+        report_files.write_json(out / "run.json", {**about, "status": "running"})
+    except BaseException:
+        if not campaign.options.resume:
+            _clear(campaign)
+        raise
     status = "failed"
     try:
         try:
@@ -176,9 +188,8 @@ def _clear(campaign: Campaign) -> None:
     made = [out / WARM_UP, *(run.folder / "record" for run in campaign.runs)]
     for folder in [*made, out / "model"] if campaign.options.model == TINY else made:
         shutil.rmtree(folder, ignore_errors=True)
-    for folder in {*(run.folder for run in campaign.runs), out}:
-        with suppress(OSError):
-            folder.rmdir()  # whatever else is in it was there before
+    # Whatever else is in them was there before.
+    report_files.remove([*(run.folder for run in campaign.runs if run.folder != out), *campaign.made])
 
 
 def _keep(campaign: Campaign, about: dict[str, Any]) -> None:
@@ -230,8 +241,6 @@ def _tiny(path: Path, trajectories: Sequence[Trajectory]) -> Path:
         write(path, layers=TINY_LAYERS, max_positions=max(4096, *(each.longest for each in trajectories)))
     except Exception as error:  # safetensors has a class of its own for a full disk
         shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):
-            path.parent.rmdir()
         raise UsageError(
             f"--out {path.parent}: the tiny model cannot be written ({error}): choose another directory, on a disk with"
             " room"

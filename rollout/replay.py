@@ -120,6 +120,7 @@ class Sink:
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         anew = 0 if append else os.O_TRUNC
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | anew | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def __call__(self, row: Row) -> None:
@@ -129,7 +130,10 @@ class Sink:
             while line:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
-            raise TurnstileError(f"requests.jsonl cannot be written ({error.strerror}): free the disk") from None
+            raise TurnstileError(
+                f"{self._path} cannot be written ({error.strerror}): make room on its disk, then go on with"
+                f" --out {self._path.parent} --resume"
+            ) from None
 
     def close(self) -> None:
         """Close the file."""

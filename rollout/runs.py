@@ -40,3 +40,5 @@ class Campaign:
     fingerprint: str
     held: int
     """Keeps other runs out of the directory."""
+    made: tuple[Path, ...] = ()
+    """Directories that were made for it, the innermost first."""

@@ -258,6 +258,9 @@ def test_a_launch_queue_that_is_too_short_is_kept_in_the_token(check: Check, tmp
         ("pass", "import nowhere_at_all", r"mine\.py:2: ModuleNotFoundError"),
         ("pass", "raise SystemExit(0)", r"mine\.py:2: SystemExit"),
         ("pass", "import os\nos._exit(0)", r"mine\.py:3: SystemExit: a policy must not call os\._exit\(0\) while"),
+        ("pass", "class B(BaseException): pass\nraise B('hm')", r"policy file \S+mine\.py:3: B: hm$"),
+        ("pass", "raise KeyboardInterrupt", r"policy file \S+mine\.py:2: KeyboardInterrupt$"),
+        ("def __init__(self, limits):\n    raise KeyboardInterrupt('no')", "", r"mine\.py:5: KeyboardInterrupt: no$"),
         ("def __init__(self, limits):\n    import os\n    os._exit(3)", "", r"imported or made, exit code 3"),
         ("def __init__(self, limits):\n    self.x = 1 / 0", "", r"mine\.py:5: ZeroDivisionError"),
         ("guarantees = None", "", r"has no guarantees"),
@@ -268,7 +271,7 @@ def test_a_policy_that_does_not_load_is_unusable_input(
 ) -> None:
     code, out, err = check(policy(tmp_path, body, before), *SMALL)
     assert (code, out) == (2, "")
-    assert re.search(says, err)
+    assert re.search(says, err.strip())
     assert err.count("\n") == 1
 
 

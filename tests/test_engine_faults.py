@@ -146,6 +146,53 @@ POLICIES = """
         def decode_now(self, now):
             sys.exit("bye")
 
+    class Odd(BaseException):
+        pass
+
+    class Interrupts(Fine):
+        name = "interrupts"
+
+        async def turn(self, gate):
+            raise KeyboardInterrupt
+
+    class Bases(Fine):
+        name = "bases"
+
+        async def turn(self, gate):
+            raise Odd("hm")
+
+    class BasesPlan(Fine):
+        name = "bases_plan"
+
+        def decode_now(self, now):
+            raise Odd("plan")
+
+    class InterruptsLater(Fine):
+        name = "interrupts_later"
+
+        async def turn(self, gate):
+            async def end():
+                await asyncio.sleep(0)
+                raise KeyboardInterrupt
+
+            self.task = asyncio.ensure_future(end())
+            await super().turn(gate)
+
+    class Stops(Fine):
+        name = "stops"
+
+        async def turn(self, gate):
+            asyncio.get_running_loop().stop()
+            await super().turn(gate)
+
+    class CancelsAll(Fine):
+        name = "cancels_all"
+
+        async def turn(self, gate):
+            for task in asyncio.all_tasks():
+                task.cancel()
+            await super().turn(gate)
+
     class Cancels(Fine):
         name = "cancels"
 
@@ -241,6 +288,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Leaves", PolicyError, r"policy leaves failed: Leaves\.turn at \S+policies\.py:\d+: SystemExit: 0 \(rank \d"),
         ("LeavesLater", PolicyError, r"failed: LeavesLater\.turn\.<locals>\.leave at \S+:\d+: SystemExit: 0 \(rank \d"),
         ("LeavesPlan", PolicyError, r"failed: LeavesPlan\.decode_now at \S+:\d+: SystemExit: bye \(rank \d, round \d"),
+        ("Interrupts", PolicyError, r"policy interrupts failed: Interrupts\.turn at \S+:\d+: KeyboardInterrupt \(rank"),
+        ("Bases", PolicyError, r"policy bases failed: Bases\.turn at \S+policies\.py:\d+: Odd: hm \(rank \d"),
+        ("BasesPlan", PolicyError, r"failed: BasesPlan\.decode_now at \S+policies\.py:\d+: Odd: plan \(rank \d, round"),
+        ("InterruptsLater", PolicyError, r"InterruptsLater\.turn\.<locals>\.end at \S+:\d+: KeyboardInterrupt \(rank"),
+        ("Stops", PolicyError, r"failed: Stops\.turn \(\S+:\d+\): RuntimeError: Event loop stopped before .* \(rank"),
+        ("CancelsAll", PolicyError, r"failed: CancelsAll\.turn \(\S+:\d+\) may have cancelled tasks .* \(rank \d"),
         ("Cancels", PolicyError, r"policy cancels failed: Cancels\.turn at \S+:\d+: CancelledError \(rank \d"),
         ("Plain", PolicyError, r"failed: Plain\.turn \(\S+policies\.py:\d+\): TypeError: .* 'await' expression"),
         ("Yields", PolicyError, r"failed: Yields\.turn \(\S+policies\.py:\d+\): TypeError: .* 'await' expression"),

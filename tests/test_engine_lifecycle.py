@@ -176,6 +176,20 @@ async def test_a_cancelled_start_leaves_the_nursery_in_order(checkpoint: Path) -
             await engine.generate([3], SHORT)
 
 
+async def test_a_stopped_nursery_is_told_of(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout.ranks import nursery as module
+
+    monkeypatch.setattr(module, "STOPPED_S", 0.5)
+    with module.Nursery() as fresh:
+        pid = fresh._process.pid
+        os.kill(pid, signal.SIGSTOP)
+        says = rf"process {pid}, which forks them .* gave no answer for \d+ s and was ended: it was stopped by SIGSTOP"
+        with pytest.raises(UsageError, match=says):
+            async with Engine(checkpoint, World(2, 1, 1), nursery=fresh):
+                pass
+        assert fresh._process.wait(60) == -signal.SIGKILL
+
+
 async def test_turns_that_run_when_a_rank_fails_get_its_error(checkpoint: Path, nursery: Nursery) -> None:
     async def run() -> None:
         async with Engine(checkpoint, World(2, 2, 2), nursery=nursery) as engine:

@@ -120,12 +120,15 @@ def test_a_policy_that_is_installed_among_the_libraries_is_watched_as_any(
     ("body", "says"),
     [
         ("def __init__(self, limits): raise SystemExit(0)", r"cannot be made, \S+mine\.py:3: SystemExit: 0$"),
+        ("class Odd(BaseException): pass\n    def __init__(self, limits): raise Mine.Odd('hm')",
+         r"cannot be made, \S+mine\.py:4: Odd: hm$"),
+        ("def __init__(self, limits): raise KeyboardInterrupt", r"cannot be made, \S+mine\.py:3: KeyboardInterrupt$"),
         ("def __init__(self): pass", r"cannot be made, Mine\.__init__ \(\S+mine\.py:3\): TypeError: "),
         ("name = 7", r"has the name 7: it must be text"),
         ("guarantees = None", r"has no guarantees: subclass"),
         ("route = 'zigzag'", r"has the route 'zigzag': choose one of auto, paper"),
     ],
-)
+)  # fmt: skip
 def test_a_policy_that_cannot_be_made(body: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(f"from kernel.sched.fine import Fine\nclass Mine(Fine):\n    {body}\n")
@@ -134,6 +137,23 @@ def test_a_policy_that_cannot_be_made(body: str, says: str, tmp_path: Path, capf
     assert (written, err.count("\n")) == ("", 1)
     assert re.search(says, err.strip())
     assert not out.exists()
+
+
+@pytest.mark.slow
+def test_what_a_policy_prints_is_no_part_of_the_json(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\nfrom kernel.sched.fine import Fine\nprint('at import')\nclass Mine(Fine):\n    name = 'mine'\n"
+        "    def __init__(self, limits):\n        super().__init__(limits)\n        print('made')\n"
+        "    def span(self, now):\n        print('in a hook')\n        os.write(1, b'to the descriptor\\n')\n"
+        "        return 1\n"
+    )
+    small = ("--fraction", "0.02", "--turns", "2", "--length-scale", "0.02", "--time-scale", "0")
+    code, out, err = turnstile("rollout", "--policy", f"{file}:Mine", *small, "--json", "--out", tmp_path / "o")
+    assert code == 0, err
+    assert json.loads(out)
+    for said in ("at import", "made", "in a hook", "to the descriptor"):
+        assert said in err
 
 
 def test_what_a_policy_takes_from_os_works_once_it_is_imported(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import time
 from contextlib import suppress
@@ -155,6 +156,42 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     says = f"--out {out}: No space left on device"
     assert says in refused(["rollout", *SMALL, "--out", str(out)], capfd)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("given", ["", " "])
+@pytest.mark.parametrize("command", ["rollout", "compare"])
+def test_an_empty_name_is_no_directory(
+    command: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--out is empty: name a directory" in refused([command, *SMALL, "--out", given], capfd)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["_tiny", "_about", "fingerprint.of", "report_files.hold", "report_files._commit"])
+@pytest.mark.parametrize("out", ["deep/er/run", "there", None])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UsageError("refused")])
+def test_what_ends_before_the_run_has_begun_leaves_nothing(
+    where: str, out: str | None, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: Any, **named: Any) -> None:
+        if where == "_tiny":
+            (tmp_path / (out or "nowhere") / "model").mkdir(parents=True)
+        raise error
+
+    if where == "_tiny" and out is None:
+        return
+    (tmp_path / "there").mkdir(mode=0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"rollout.campaign.{where}", end)
+    command = ["rollout", *SMALL, *(("--out", out) if out else ())]
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert cli.main(command) == (2 if isinstance(error, UsageError) else 130)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert [each.name for each in tmp_path.rglob("*")] == ["there"]
 
 
 def test_the_directory_is_refused_by_what_it_says(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernel.errors import RankLost, UsageError
+from kernel.errors import RankLost, TurnstileError, UsageError
 from rollout.replay import Row, Sink, read_rows, replay
 from rollout.trace.shape import new_tokens
 from rollout.trace.trajectory import Trajectory, Turn
@@ -150,6 +150,16 @@ def test_interrupted_anywhere_it_leaves_whole_rows_of_what_was_done(
     assert all(row.finished_ns <= after_s * 1e9 + 1 and not row.failed for row in rows)
     running = [g for s in engine.sessions for g in s.generations if g.aborted]
     assert len(engine.calls) - len(ended) <= len(running) <= len(engine.calls) - len(rows)
+
+
+def test_a_full_disk_names_the_file_and_the_way_on(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.symlink_to("/dev/full")
+    sink = Sink(path)
+    says = rf"{path} cannot be written \(No space left on device\): .* go on with --out {tmp_path} --resume$"
+    with pytest.raises(TurnstileError, match=says):
+        sink(replayed(FakeEngine(), TWO)[0])
+    sink.close()
 
 
 def test_each_row_is_in_the_file_as_soon_as_its_turn_has_finished(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +24,8 @@ from verify.trial.guard import TOOL, Guard, foreign
 from verify.trial.supervise import supervised
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from verify.trial.scenario import Scenario
 
 POLICIES = Path(__file__).parent / "data" / "policies"
@@ -273,3 +276,35 @@ def test_what_policies_print_does_not_reach_standard_output(capfd: pytest.Captur
     supervised(lambda beat: print("hello"), 30)
     out, err = capfd.readouterr()
     assert (out, err) == ("", "hello\n")
+
+
+def child_only(base: type[BaseException]) -> Any:
+    """An object of a class whose module exists in the child alone."""
+    module = ModuleType("only_in_the_child")
+    sys.modules[module.__name__] = module
+    made = type("Odd", (base,), {"__module__": module.__name__})
+    vars(module)["Odd"] = made
+    return made("hm")
+
+
+@pytest.mark.parametrize("base", [BaseException, Exception, UsageError])
+def test_what_only_the_child_can_raise_is_told_by_its_line(base: type[BaseException]) -> None:
+    def work(_: Callable[[], None]) -> None:
+        raise child_only(base)
+
+    with pytest.raises(TurnstileError, match=r"^Odd: hm$"):
+        supervised(work, 10.0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("no"), SystemExit("no")])
+def test_what_would_end_the_parent_is_told_by_its_line(error: BaseException) -> None:
+    def work(_: Callable[[], None]) -> None:
+        raise error
+
+    with pytest.raises(TurnstileError, match=rf"^{type(error).__name__}: no$"):
+        supervised(work, 10.0)
+
+
+def test_an_answer_that_only_the_child_can_read_is_one_line() -> None:
+    with pytest.raises(TurnstileError, match=r"^the answer of the checked code cannot be read: ModuleNotFoundError: "):
+        supervised(lambda _: child_only(Exception), 10.0)

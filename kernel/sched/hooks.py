@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kernel.errors import LeaseExpired, PolicyError, TurnstileError
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
 
     from kernel.sched.policy import Policy
 
-FAILS: Final = (Exception, SystemExit, asyncio.CancelledError)
-"""What a hook may raise: one that leaves the process, or cancels itself, would else end a rank without a word."""
+FAILS: Final = BaseException
+"""What a hook may raise: one that leaves the process, cancels itself, or raises a BaseException of its own, would else
+end a rank without a word."""
 TOLD: Final = 300
 """Characters of what an exception says."""
 
@@ -63,6 +65,12 @@ def line_in(error: BaseException, cls: type[Any]) -> str:
     return _inner(error, cls).rpartition(" at ")[2]
 
 
+def interrupts(error: BaseException) -> bool:
+    """Whether this may be a person's Ctrl-C: only Python's own handler raises one, and ranks and watched children
+    have another. Where that is not installed, code has raised it."""
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def _owner(cls: type[Any], hook: str) -> type[Any]:
     return next((each for each in cls.__mro__ if hook in vars(each)), cls)
 
@@ -89,7 +97,9 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]
 
 
 def _ends(error: BaseException) -> bool:
-    """Whether this is a cancellation that somebody else asked for."""
+    """Whether this is a cancellation that somebody else asked for, a Ctrl-C, or the end of a coroutine."""
+    if isinstance(error, GeneratorExit) or interrupts(error):
+        return True
     task = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
     return task is not None and task.cancelling() > 0
 

@@ -54,8 +54,11 @@ def load(spec: str) -> type[Any]:
         if entry.name == name:
             try:
                 return _checked(entry.load(), name)
-            except (ImportError, AttributeError) as error:
-                raise UsageError(f"policy {name}: entry point {entry.value} does not load: {error}") from error
+            except BaseException as error:
+                if isinstance(error, TurnstileError) or hooks.interrupts(error):
+                    raise
+                say = str(error) if isinstance(error, ImportError | AttributeError) else hooks.told(error)
+                raise UsageError(f"policy {name}: entry point {entry.value} does not load: {say}") from error
     if name.endswith(".py"):
         raise UsageError(f"policy {name!r} names a file: add its class, as in {name}:Class")
     near = difflib.get_close_matches(name, names(), n=3) or list(names())
@@ -76,10 +79,13 @@ def create(spec: str, limits: Limits) -> Policy:
             if key not in fields:
                 raise UsageError(f"policy {name} has no option {key!r}: it has {', '.join(fields)}")
     try:
-        policy: Policy = cls(limits, config_type(**options)) if options else cls(limits)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of a command's output
+            policy: Policy = cls(limits, config_type(**options)) if options else cls(limits)
     except TurnstileError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if hooks.interrupts(error):
+            raise
         where = hooks.line_in(error, cls) or hooks.defined(cls, "__init__")
         raise UsageError(f"policy {spec} cannot be made, {where}: {hooks.told(error)}") from error
     _fits(policy, spec)
@@ -159,15 +165,17 @@ def _from_file(name: str) -> type[Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[label] = module
     try:
-        with _one_process():
+        with _one_process(), contextlib.redirect_stdout(sys.stderr):
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if hooks.interrupts(error):
+            raise
         # The loader compiles under the absolute path; a SyntaxError may be of another file that this one imports.
         origin = spec.origin or str(file)
         own = isinstance(error, SyntaxError) and error.filename == origin
         line = error.lineno if own and isinstance(error, SyntaxError) else _last_line(error, origin)
-        say = " ".join(str(error).split())
-        raise UsageError(f"policy file {path}:{line}: {type(error).__name__}: {say}") from error
+        say = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+        raise UsageError(f"policy file {path}:{line}: {say}") from error
     if not hasattr(module, attribute):
         found = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == label]
         raise UsageError(f"policy file {path} has no class {attribute!r}: it has {', '.join(found) or 'none'}")

@@ -20,12 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from kernel.errors import UsageError
+from rollout.ranks import pulse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
 _COUNT = struct.Struct("<I")
+STOPPED_S: Final = 30.0
+"""For a nursery that is stopped to answer."""
+SPAWN_S: Final = 300.0
+"""For any other: it may import torch from a slow disk first."""
 END_S: Final = 15.0
 """For the nursery to end by itself; it gives its ranks ten seconds."""
 
@@ -80,6 +85,7 @@ class Nursery:
                 [sys.executable, "-m", "rollout.ranks.nursery", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                stdout=_standard_error(),
                 env={**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": str(threads)},
                 start_new_session=True,  # Ctrl-C is the launcher's to handle
             )
@@ -115,9 +121,12 @@ class Nursery:
                 head = struct.pack(f"<I{len(fds)}i", len(fds), *fds)
                 socket.send_fds(self._socket, [head], [theirs.fileno(), *fds])
                 self._socket.setblocking(False)
-                answer = await loop.sock_recv(self._socket, 4)
+                answer = await self._answer(loop)
             except OSError:
                 answer = b""
+            except BaseException:
+                ours.close()
+                raise
             finally:
                 theirs.close()
         if len(answer) < 4:
@@ -125,6 +134,27 @@ class Nursery:
             raise UsageError(f"ranks cannot be started: their process ended with code {self._process.wait()}")
         ours.setblocking(False)
         return Child(struct.unpack("<i", answer)[0], ours)
+
+    async def _answer(self, loop: asyncio.AbstractEventLoop) -> bytes:
+        """What the nursery says. Raises UsageError when it is silent for too long, and ends it: an answer that comes
+        later would be taken for the next one's."""
+        reading = asyncio.ensure_future(loop.sock_recv(self._socket, 4))
+        begun = loop.time()
+        try:
+            while not (await asyncio.wait([reading], timeout=0.5))[0]:
+                stopped, waited = pulse.stopped(self._process.pid), loop.time() - begun
+                if waited >= (STOPPED_S if stopped else SPAWN_S):
+                    break
+            else:
+                return reading.result()
+        finally:
+            reading.cancel()
+        self._process.kill()
+        say = "it was stopped by SIGSTOP or a debugger" if stopped else "see that this host is not overloaded"
+        raise UsageError(
+            f"ranks cannot be started: process {self._process.pid}, which forks them (rollout.ranks.nursery), gave no"
+            f" answer for {waited:.0f} s and was ended: {say}; start again"
+        )
 
     def close(self) -> None:
         """End the nursery; ranks that run go on until their control sockets close. Idempotent."""
@@ -147,6 +177,15 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _standard_error() -> int:
+    """Where ranks write what a policy prints: standard output is the command's alone, `--json` one object."""
+    try:
+        os.fstat(2)
+    except OSError:  # closed
+        return subprocess.DEVNULL
+    return 2
 
 
 def _abandon(spawning: asyncio.Task[Child]) -> None:

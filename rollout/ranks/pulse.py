@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 RANK_TIMEOUT_S: Final = 10.0
 """The default."""
+STOPPED: Final = frozenset("Tt")
+"""States of a process in `/proc` that stands still."""
 BEATS: Final = 5
 """Beats within a timeout; at least one a second."""
 AWAY_S: Final = 900.0
@@ -87,7 +89,7 @@ class Pulse:
         names = ", ".join(map(str, ranks))
         states = {_state(pid) for pid in pids}
         how = ""
-        if states and states <= {"T", "t"}:
+        if states and states <= STOPPED:
             how = ", stopped by SIGSTOP or a debugger,"
         elif states == {"R"}:
             how = ", whose loop is held by code that computes,"
@@ -95,6 +97,11 @@ class Pulse:
             f"{'rank' if one else 'ranks'} {names}{where}{how} {'has' if one else 'have'} not answered for"
             f" {self.timeout_s:g} s"
         )
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process of this host stands still by SIGSTOP or under a debugger."""
+    return _state(pid) in STOPPED
 
 
 def _state(pid: int) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
 
 GRACE_S: Final = 2.0
 """For a rank that was told to give up to do so by itself."""
-_left: Final[list[SystemExit]] = []
-"""With what a task that is none of ours left the process: a policy may have started one."""
+STOPS: Final = 100
+"""How often a policy may have stopped the loop before the rank gives up saying why."""
+_left: Final[list[BaseException]] = []
+"""With what a task that is none of ours left the loop: a policy may have started one."""
 
 
 class Outbox:
@@ -111,7 +115,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
     except TurnstileError as error:
         outbox.send({"failed": type(error).__name__, "message": str(error)})
         code = 2 if isinstance(error, UsageError) else 1
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # a class of the policy's own too: the launcher is to hear of it
         import traceback
 
         trace = "".join(traceback.format_exception(error))
@@ -207,6 +213,13 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         if _left:
             where = f"rank {rank}, round {journal.round}"
             hooks.raised(_left[0], engine.policy, "turn", where)
+        if not listener.done() or listener.cancelled():  # else it has ended `main`, and returned
+            raise hooks.wrong(
+                engine.policy,
+                "turn",
+                "may have cancelled tasks that are not its own, and so ended this rank (a SIGINT to it does the same)",
+                f"rank {rank}, round {journal.round}",
+            ) from error
         raise RankLost(f"rank {rank} waited for something of its policy's own and was ended") from error
     except BaseException as error:
         if (ours := faults.explained(error, rank, "while it served")) is not None:
@@ -282,6 +295,8 @@ def main() -> None:
 
 def join_world() -> int:
     """Be the rank that torchrun started this process as; its exit code."""
+    with suppress(OSError):
+        os.dup2(2, 1)  # what a policy prints: standard output is the launcher's
     return run_loop("join")
 
 
@@ -296,9 +311,24 @@ def run_loop(how: str) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_connected(how))
-        except SystemExit as error:
-            _left.append(error)  # the runner now cancels what is left, and `_run` says why
+        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+            # The last: the loop was stopped. No Ctrl-C comes to a rank, which has a session of its own.
+            # What is left is now cancelled, and `_run` says why.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _left.append(error)
+            _let_end(runner.get_loop())
             raise
+
+
+def _let_end(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel all tasks and wait for them, also in a loop that was told to stop several times."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    for _ in range(STOPS if tasks else 0):
+        with suppress(RuntimeError):
+            loop.run_until_complete(asyncio.wait(tasks))
+            return
 
 
 async def _connected(how: str) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 ROOM: Final = 1 << 16
 """Bytes that must fit on the disk before anything starts; records take their own before ranks write them."""
@@ -41,12 +41,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def directory(out: Path | None, *, resume: bool = False) -> Path:
+def directory(out: Path | None, *, resume: bool = False, made: list[Path] | None = None) -> Path:
     """Make the run's directory, for this user alone: `out`, or `runs/<UTC time>`.
 
     Raises UsageError when it holds a run already, unless that is to be resumed, when it cannot be made or written, or
-    when somebody else could change what is in it.
+    when somebody else could change what is in it. made: gets the directories that were made, the innermost first;
+    when this raises, they are gone again.
     """
+    made = [] if made is None else made
     named = out is not None
     path = out or Path("runs") / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     base, again = path, 1
@@ -63,10 +65,10 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
         )
     if resume and not begun:
         raise UsageError(f"--resume: {path} holds no run (run.json): name its directory with --out")
-    made = not path.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        for above in reversed(path.parents):
+            _make(above, 0o777, made)
+        _make(path, 0o700, made)
         _check_private(path)
         _check_way(path)
         if links := sorted(each.name for each in path.iterdir() if each.is_symlink()):
@@ -81,13 +83,34 @@ def directory(out: Path | None, *, resume: bool = False) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        if made:
-            with suppress(OSError):
-                path.rmdir()
+        remove(made)
         raise UsageError(
             f"--out {path}: {error.strerror}: choose a directory that can be written, on a disk with room"
         ) from None
+    except BaseException:
+        remove(made)
+        raise
     return path
+
+
+def _make(path: Path, mode: int, made: list[Path]) -> None:
+    """Make a directory where there is none. Raises OSError."""
+    if path.is_dir():
+        return
+    made.insert(0, path)  # before, so that an interruption in between leaves nothing
+    try:
+        path.mkdir(mode=mode)
+    except OSError:
+        made.remove(path)
+        if not path.is_dir():  # else another has made it meanwhile
+            raise
+
+
+def remove(made: Sequence[Path]) -> None:
+    """Take away directories, the innermost first, as far as they are empty."""
+    for path in made:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def hold(path: Path, *, resume: bool) -> int:

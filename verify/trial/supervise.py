@@ -78,7 +78,11 @@ def supervised(work: Callable[[Beat], T], seconds: float, unusable: str = "") ->
             raise UsageError(f"{unusable}, {how}")
         say = f"the checked code ended its process, {how}: a policy must return or raise"
         return Finding(Class.EXCEPTION, "policy", say)
-    failed, value = pickle.loads(answer)
+    try:
+        failed, value = pickle.loads(answer)
+    except Exception as error:  # it needs a module that only the child has, or that acts otherwise here
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise TurnstileError(f"the answer of the checked code cannot be read: {why}") from error
     if failed:
         raise value
     result: T = value
@@ -95,6 +99,8 @@ def _child(work: Callable[[Beat], Any], counter: mmap.mmap, dump: IO[bytes], sen
     code = 1
     try:
         _grouped(0)
+        # No Ctrl-C comes here, the terminal's is the parent's: a KeyboardInterrupt is then of the code that raises it.
+        signal.signal(signal.SIGINT, lambda *_: None)
         # `faulthandler.dump_traceback_later` would wait for a thread of the parent's, where one was running.
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False, chain=False)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -125,11 +131,20 @@ def _pickled(failed: bool, value: Any) -> bytes:
     """An answer that can be read again: an exception that cannot is told by its line."""
     try:
         answer = pickle.dumps((failed, value))
+        if failed and not _known(type(value)):
+            raise TurnstileError("its class may not be there for the parent")
         pickle.loads(answer)
     except Exception as problem:
         error = value if failed else problem
         answer = pickle.dumps((True, TurnstileError(one_line(f"{type(error).__name__}: {error}"))))
     return answer
+
+
+def _known(cls: type[Any]) -> bool:
+    """Whether the parent can raise an exception's class too: it is built in, or of this package, and ends nothing."""
+    if not issubclass(cls, Exception):
+        return False
+    return cls.__module__ == "builtins" or ours(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
 
 
 def _listen(child: int, receiver: int, counter: mmap.mmap, dump: IO[bytes], seconds: float) -> bytes | Finding:
