@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from kernel.request import SamplingParams
 from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.engine import Engine
+from rollout.ranks import worker
 from verify.blame import Class
 from verify.hang.diagnosis import diagnose_found
 from verify.readers.record import READER
@@ -500,3 +502,24 @@ async def test_weights_that_cannot_be_used_are_refused_and_the_old_ones_stay(
             await engine.update_weights(tmp_path / "new")
         assert (await turn).tokens == old.tokens
         assert (await engine.generate(prompt, params)).tokens == old.tokens
+
+
+def test_a_loop_that_is_stopped_again_and_again_lets_its_tasks_end() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    said: list[str] = []
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        loop = runner.get_loop()
+
+        async def task() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(3):
+                    loop.stop()
+                    await asyncio.sleep(0.01)
+                said.append("why")
+
+        running = loop.create_task(task())
+        runner.run(asyncio.sleep(0))
+        worker._let_end(loop)
+        assert (said, running.cancelled()) == (["why"], True)
