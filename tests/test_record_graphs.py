@@ -15,6 +15,7 @@ from kernel.comm.tap.notes import Notes
 from kernel.comm.tap.watch import Watch
 from kernel.record import Kind, read
 from tests.installed import one_rank
+from tests.installed_rings import KEPT
 from turnstile import record
 from verify.events import Kind as What
 from verify.events import State
@@ -148,8 +149,10 @@ def job(rank: int, out: Path, device: Device, body: Callable[[Any, Any, Any], No
         made._notes.event(Kind.SYNC, b=number, site=made._notes.site()[0])
     finally:
         device.stuck = True
-        made._recorder.close = lambda: None  # type: ignore[union-attr, method-assign]
-        record.uninstall()
+        assert made._recorder is not None
+        KEPT.append(made._recorder)  # its process is there still
+        made._recorder.close = lambda: None  # type: ignore[method-assign]
+        made._finish()
         device.stuck = False
         dist.destroy_process_group()
 
