@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
-from kernel.exchange.sizes import low_latency_ctas, notify_ctas
+from kernel.exchange.sizes import low_latency_ctas, notify_ctas, rows_ask
 from kernel.request import Phase
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def exchanges(substrate: str, shape: Shape, *, num_sms: int, sms: int, nccl: int
     if substrate != "deepep":
         return []
     decode = low_latency_ctas(shape.experts, sms, shape.decode_rows)
-    knob = "--rows" if decode > low_latency_ctas(shape.experts, sms) else "the model's experts (or --exchange nccl)"
+    knob = "--rows" if rows_ask(shape, sms) else "the model's experts (or --exchange nccl)"
     return [
         Kernel("D's low-latency exchange", Phase.D, decode, knob),
         Kernel("P's exchange", Phase.P, num_sms, "--exchange-sms"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import PackageMissing, UsageError
-from kernel.exchange.sizes import PEERS
+from kernel.exchange.sizes import DEEP_EP_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +46,6 @@ SYMMETRIC_EXPERTS: Final = 16
 """Local experts of `all_to_all_vdev_2d` (torch 2.9 to 2.13): a warp each, of a block of 512 threads."""
 GPUS: Final = ("nccl", "deepep", "symm")
 """Substrates that move GPU tensors."""
-DEEP_EP_RANKS: Final = (2, 4, PEERS)
 ONE_HOST: Final = "stock DeepEP cannot hold the buffers of two phases across hosts"
 
 

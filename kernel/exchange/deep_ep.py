@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError, VersionMismatch
-from kernel.exchange.sizes import PEERS, low_latency_ctas, residency
+from kernel.exchange.sizes import DEEP_EP_RANKS, residency, rows_ask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,16 +81,14 @@ def check(shape: Shape, *, num_sms: int, sms: int, nccl: int = 0, queue_depth: i
         if broken:
             raise UsageError(f"DeepEP cannot exchange {what}: {instead}; or choose --exchange nccl")
     check_queue_pairs(queue_pairs(shape, num_sms, hosts=hosts))
-    few = low_latency_ctas(shape.experts, sms)
-    room = residency(shape, sms=sms, num_sms=num_sms, nccl=nccl)
-    room.check(rows=room.low_latency > few)
+    residency(shape, sms=sms, num_sms=num_sms, nccl=nccl).check(rows=rows_ask(shape, sms))
 
 
 def _rules(shape: Shape, num_sms: int, depth: int, hosts: int) -> Iterable[tuple[bool, str, str]]:
     rows, hidden = shape.decode_rows, shape.hidden
     yield hosts > 1, f"over {hosts} hosts with two buffers", "its buffers with RDMA memory are one to a process"
     yield (
-        shape.ranks not in (2, 4, PEERS),
+        shape.ranks not in DEEP_EP_RANKS,
         f"between {shape.ranks} ranks of one host",
         "its normal path is built for 2, 4 or 8: change --world",
     )

@@ -34,6 +34,8 @@ SOURCE: Final = 8
 """Bytes that say where a row comes from."""
 PEERS: Final = 8
 """Ranks of one host."""
+DEEP_EP_RANKS: Final = (2, 4, PEERS)
+"""Of one host, for which its normal path is built."""
 WORKSPACE: Final = 32 * MIB
 """Of every buffer, beside what the formulas give."""
 GRANULE: Final = 512 * MIB
@@ -114,6 +116,11 @@ def low_latency_ctas(experts: int, sms: int, rows: int = 0) -> int:
     """
     each = -(-experts // sms)
     return max(-(-experts // each), min(rows, sms))
+
+
+def rows_ask(shape: Shape, sms: int) -> bool:
+    """Whether D's kernels take more CTAs for its rows than the experts alone would."""
+    return low_latency_ctas(shape.experts, sms, shape.decode_rows) > low_latency_ctas(shape.experts, sms)
 
 
 def notify_ctas(ranks: int) -> int:
