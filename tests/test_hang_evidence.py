@@ -52,15 +52,17 @@ def test_stacks_alone_are_no_all_clear(name: str, capsys: pytest.CaptureFixture[
 
 def test_a_process_that_shows_nothing_is_no_all_clear(capsys: pytest.CaptureFixture[str]) -> None:
     rank = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=rank)
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=rank)
     try:
+        assert process.stdout is not None
+        process.stdout.readline()  # who still starts may show no stack at all
         code, out = hang(capsys, "--pid", process.pid)
     finally:
         process.kill()
         process.communicate()
     assert code == 3
     told = " ".join(out.split())
-    # It may still start when it is looked at.
     assert "no stack stands in a call" in told or "stacks alone do not show that calls meet" in told
 
 
