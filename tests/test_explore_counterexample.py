@@ -26,7 +26,7 @@ from verify.explore.rules import rule_of
 from verify.explore.smaller import case_of, case_of_token
 from verify.explore.story import ROWS, SWITCHES, Row, Story, _fit
 from verify.explore.token import Token, rerun
-from verify.sim.stuck import Standstill
+from verify.sim.errors import Standstill
 from verify.sim.world import SimWorld
 from verify.trial.family import family
 from verify.trial.scenario import Scenario

@@ -12,9 +12,9 @@ from kernel.sched.unordered import Unordered
 from kernel.topology import World
 from verify.explore.certify import certify
 from verify.explore.execution import execute
-from verify.explore.footprint import gate_calls
 from verify.explore.policy import Scope, check
 from verify.explore.result import Conclusion
+from verify.sim.footprint import gate_calls
 from verify.trial.enact import run
 from verify.trial.family import family
 

@@ -17,8 +17,8 @@ from kernel.sched.policy import Plan
 from kernel.topology import World
 from verify.explore.dpor import explore
 from verify.explore.execution import execute
-from verify.explore.footprint import everything, gate_calls, touched
 from verify.explore.lanes import LaneLoop
+from verify.sim.footprint import everything, gate_calls, touched
 from verify.sim.kv import SimKV
 from verify.sim.world import SimWorld
 

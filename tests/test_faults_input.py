@@ -428,3 +428,18 @@ def test_an_interrupt_while_modules_are_loaded_is_no_traceback(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "turnstile: interrupted\n")
+
+
+def test_an_interrupt_that_a_finaliser_swallows_comes_again(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys, time\nclass Ends:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Finder:\n    def find_spec(self, name, *rest):\n"
+        "        if name == 'rollout.cli':\n            Ends()\n            time.sleep(600)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "turnstile", "rollout", "--help"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HOUSE}"}, timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "turnstile: interrupted\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,10 +18,11 @@ from kernel.errors import ProtocolError, TurnstileError, UsageError
 from kernel.sched.fine import Fine
 from kernel.topology import World
 from verify.blame import Class
+from verify.sources import foreign
 from verify.trial.enact import attempt, run
 from verify.trial.family import family
 from verify.trial.findings import Finding
-from verify.trial.guard import TOOL, Guard, foreign
+from verify.trial.guard import TOOL, Guard
 from verify.trial.supervise import supervised
 
 if TYPE_CHECKING:
@@ -244,6 +246,21 @@ def test_work_that_is_slow_outside_policies_is_left_alone() -> None:
         return 3
 
     assert supervised(work, 0.2) == 3
+
+
+def test_an_interrupt_at_the_fork_ends_the_child_too() -> None:
+    """What CPython runs at a fork swallows exceptions; who interrupts just then must not be left with the child."""
+    program = (
+        "import os, signal, time\n"
+        "from verify.trial.supervise import supervised\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "try:\n    supervised(lambda beat: time.sleep(600), 300)\n"
+        "except KeyboardInterrupt:\n"
+        "    try:\n        os.waitpid(-1, 0)\n    except ChildProcessError:\n        print('nobody is left')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout, done.stderr) == ("nobody is left\n", "")
 
 
 def test_exceptions_of_the_work_are_raised_here() -> None:

@@ -12,8 +12,8 @@ from kernel.inbox import Inbox
 from kernel.request import Phase
 from kernel.topology import Role, World
 from verify.blame import Class
-from verify.sim.errors import Deadlock
-from verify.sim.stuck import Standstill, wait_graph
+from verify.sim.errors import Deadlock, Standstill
+from verify.sim.stuck import wait_graph
 from verify.sim.world import SimWorld
 
 if TYPE_CHECKING:

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
+            sys.unraisablehook = _unraisable
         _open_standard()
         from pathlib import Path
 
@@ -66,6 +67,20 @@ def _interrupt(number: int, _: Any) -> None:
     """Of SIGINT. An impatient second one must not take the exit code away, nor end what is being cleaned up."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _unraisable(told: Any) -> None:
+    """Of exceptions that nobody can receive: an interrupt that came inside a finaliser or a callback comes again."""
+    if told.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(told)
+        return
+    import threading
+
+    signal.signal(signal.SIGINT, _interrupt)
+    again_s = 0.05  # by then this has returned
+    timer = threading.Timer(again_s, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.daemon = True
+    timer.start()
 
 
 def _open_standard() -> None:

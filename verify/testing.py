@@ -299,8 +299,8 @@ def maker(policy: AnyPolicy) -> tuple[str, Callable[[str, Limits], Policy]]:
         except UsageError:
             raise
         except Exception as error:
+            from verify.sources import raised_at
             from verify.trial.findings import one_line
-            from verify.trial.guard import raised_at
 
             say = f"{type(error).__name__}: {one_line(str(error))}"
             raise UsageError(f"policy {own} cannot be made, {raised_at(error)}: {say}") from error

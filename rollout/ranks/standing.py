@@ -64,6 +64,6 @@ def _read(file: Path | None) -> str:
 
 def _place(text: str) -> str:
     """The innermost line of code that is neither ours nor a library's; "" where there is none."""
-    from verify.trial.guard import foreign
+    from verify.sources import foreign
 
     return next((f"{path}:{line} in {name}" for path, line, name in _FRAME.findall(text) if foreign(path)), "")

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kernel.errors import TurnstileError
 from verify.blame import Class
-from verify.sim.waits import place
+from verify.sources import foreign, place
 from verify.trial.elsewhere import absolute, environment
 from verify.trial.findings import Finding, one_line
-from verify.trial.guard import foreign
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from verify.explore.execution import Execution, Failure, Program
     from verify.explore.schedule import Decision
-    from verify.sim.stuck import Standstill
+    from verify.sim.errors import Standstill
     from verify.sim.trace import Trace
 
 S = TypeVar("S")

@@ -13,9 +13,10 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
-from verify.explore.footprint import everything, touched
+from verify.sim.footprint import everything, touched
 from verify.sim.loop import RankLoop, RankTask
-from verify.sim.waits import Wait, call_site, place
+from verify.sim.waits import Wait, call_site
+from verify.sources import place
 
 if TYPE_CHECKING:
     import contextvars

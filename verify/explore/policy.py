@@ -15,10 +15,10 @@ from verify.explore.execution import Unsteady
 from verify.explore.result import Conclusion, Evidence, Result
 from verify.explore.smaller import case_of
 from verify.sim.world import WIDE
+from verify.sources import foreign
 from verify.trial.enact import run
 from verify.trial.family import TELLING, family
 from verify.trial.findings import GUARANTEES
-from verify.trial.guard import foreign
 from verify.trial.monitor import declared
 
 if TYPE_CHECKING:

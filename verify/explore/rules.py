@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from verify.blame import Class
 
 if TYPE_CHECKING:
-    from verify.sim.stuck import Standstill
+    from verify.sim.errors import Standstill
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from verify.blame import Class
     from verify.explore.execution import Execution, Failure, Program
-    from verify.sim.stuck import Standstill
+    from verify.sim.errors import Standstill
     from verify.sim.trace import Trace
 
 S = TypeVar("S")
@@ -33,7 +33,7 @@ RUNS = 200
 
 @dataclass(frozen=True)
 class Sign:
-    """What must stay the same. kinds: of a standstill (`verify.sim.stuck.Standstill.kinds`)."""
+    """What must stay the same. kinds: of a standstill (`verify.sim.errors.Standstill.kinds`)."""
 
     cls: Class
     rule: str

@@ -14,7 +14,8 @@ from kernel.request import Phase
 from kernel.topology import Role, World
 from verify.sim.errors import Mismatch
 from verify.sim.kernels import Kernel
-from verify.sim.waits import Site, call_site, place
+from verify.sim.waits import call_site
+from verify.sources import Site, place
 
 if TYPE_CHECKING:
     from verify.sim.scheduler import Scheduler

@@ -13,6 +13,7 @@ Each message is one line; `Stuck.waits` has one line for each thing that waits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kernel.errors import TurnstileError
@@ -21,10 +22,33 @@ from verify.blame import Class
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from verify.sim.stuck import Standstill
-
 SHOWN = 6
 """Waits that a one-line message names; `waits` has all of them."""
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """Why nothing can go on.
+
+    cls: cycle, missing (somebody waits for a rank that has ended or waits for nobody), timeout (only timers of the
+    ranks could fire), outside (everybody waits for what the world does not have). chain: a shortest cycle, or what
+    leads to the missing one, a line for each rank. hosts: where each unfinished rank's own code waits, by rank. ranks:
+    in the chain. ops: collectives and rendezvous in the chain, in its words. kinds: how each waits for the next
+    (`room`, `queue`, `host`, `end`, ...) and which phases take part; the same for the same kind of standstill,
+    whatever its size.
+    """
+
+    cls: Class
+    chain: tuple[str, ...] = ()
+    hosts: tuple[tuple[int, str], ...] = ()
+    ranks: tuple[int, ...] = ()
+    ops: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it needs a device without room for all kernels at once."""
+        return "room" in self.kinds
 
 
 class Stuck(TurnstileError):

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, TypeVarTuple
 
 from verify.sim.errors import Outside
 from verify.sim.scheduler import Scheduler
-from verify.sim.waits import call_site, describe, place
+from verify.sim.waits import call_site, describe
+from verify.sources import place
 
 if TYPE_CHECKING:
     import contextvars

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import kernel.sched
 from verify import words
 from verify.events import OPERATIONS
-from verify.explore.footprint import touched
-from verify.sim.waits import await_frames, machinery, place
-from verify.trial.guard import foreign
+from verify.sim.footprint import touched
+from verify.sim.waits import await_frames, machinery
+from verify.sources import foreign, place
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +30,7 @@ _VERIFY = str(Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class Told:
-    """See `verify.sim.stuck.Standstill`."""
+    """See `verify.sim.errors.Standstill`."""
 
     lines: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()

@@ -15,7 +15,6 @@ fixpoint frees it.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,9 @@ import networkx as nx
 
 from kernel.inbox import Inbox
 from verify.blame import Class, shortest_cycle
-from verify.explore.footprint import touched
 from verify.sim import standstill
+from verify.sim.errors import Standstill
+from verify.sim.footprint import touched
 from verify.sim.waits import await_frames
 from verify.waitgraph import stuck
 
@@ -39,31 +39,6 @@ if TYPE_CHECKING:
 Node = tuple[str, Any, Any]
 
 _ALL_OF = ("FIRST_EXCEPTION", "ALL_COMPLETED")
-
-
-@dataclass(frozen=True)
-class Standstill:
-    """Why nothing can go on.
-
-    cls: cycle, missing (somebody waits for a rank that has ended or waits for nobody), timeout (only timers of the
-    ranks could fire), outside (everybody waits for what the world does not have). chain: a shortest cycle, or what
-    leads to the missing one, a line for each rank. hosts: where each unfinished rank's own code waits, by rank. ranks:
-    in the chain. ops: collectives and rendezvous in the chain, in its words. kinds: how each waits for the next
-    (`room`, `queue`, `host`, `end`, ...) and which phases take part; the same for the same kind of standstill,
-    whatever its size.
-    """
-
-    cls: Class
-    chain: tuple[str, ...] = ()
-    hosts: tuple[tuple[int, str], ...] = ()
-    ranks: tuple[int, ...] = ()
-    ops: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-
-    @property
-    def conditional(self) -> bool:
-        """Whether it needs a device without room for all kernels at once."""
-        return "room" in self.kinds
 
 
 def examine(world: SimWorld, only_timers: bool = False) -> Standstill:

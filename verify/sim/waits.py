@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kernel.step
+from verify.sources import Site, place
 
 if TYPE_CHECKING:
     from collections.abc import Generator
     from types import FrameType
-
-Site = tuple[str, int]
-"""A file and a line."""
 
 _ROOMS = ("loop", "scheduler", "device", "collectives", "rendezvous", "waits")
 _MACHINERY = (
@@ -47,12 +45,6 @@ class Wait(asyncio.Future[None]):
 def machinery(filename: str) -> bool:
     """Whether a frame is asyncio's or the simulated world's, not that of the program that runs on it."""
     return filename.startswith(_MACHINERY)
-
-
-def place(site: Site) -> str:
-    """`directory/file.py:line`, short and the same on every machine."""
-    path = Path(site[0])
-    return f"{path.parent.name}/{path.name}:{site[1]}" if path.parent.name else f"{path.name}:{site[1]}"
 
 
 def call_site() -> Site:

@@ -16,8 +16,9 @@ from verify.blame import Class
 from verify.sim.kv import SimKV, continuation
 from verify.sim.model import FREE, SimModel
 from verify.sim.world import SimRank, SimWorld
+from verify.sources import raised_at
 from verify.trial.findings import Finding, Found, from_error, one_line
-from verify.trial.guard import Guard, raised_at
+from verify.trial.guard import Guard
 from verify.trial.monitor import PATIENCE, Bound, RankMonitor, WatchedJournal, WatchedRendezvous
 from verify.trial.scenario import VOCAB, Feeder, Scenario
 from verify.trial.watched import Watched

@@ -14,25 +14,21 @@ from __future__ import annotations
 import asyncio
 import datetime
 import dis
-import importlib.util
 import random
 import sys
-import sysconfig
 import time
 from functools import cache
 from pathlib import Path, PurePath
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-import kernel
-from kernel.sched import registry
 from verify.blame import Class
-from verify.sim.waits import place
+from verify.sources import counted, foreign, policy_site
 from verify.trial.findings import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 _LOOKS = (
     frozenset(name for name in vars(Path) if not name.startswith("_"))
@@ -46,64 +42,6 @@ BUDGET = 200_000
 
 TOOL = 4
 """Our number at `sys.monitoring`; debuggers, coverage and profilers have others."""
-
-
-@cache
-def _ours() -> tuple[str, ...]:
-    spec = importlib.util.find_spec("kernel")
-    rooms = list(spec.submodule_search_locations or ()) if spec is not None else list(kernel.__path__)
-    return (*(f"{room}/" for room in rooms), f"{Path(__file__).parents[1]}/")
-
-
-@cache
-def _libraries() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({f"{paths[name]}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def ours(filename: str) -> bool:
-    """Whether a file belongs to the kernel or to verify."""
-    return filename.startswith(_ours())
-
-
-@cache
-def foreign(filename: str) -> bool:
-    """Whether a file belongs to neither this package nor a library: then it is the policy's own code.
-
-    So is an installed package that offers a policy, wherever it lies.
-    """
-    if filename.startswith((*_ours(), "<")):
-        return False
-    return filename.startswith(registry.homes()) or not filename.startswith(_libraries())
-
-
-@cache
-def _counted(filename: str) -> bool:
-    return not filename.startswith((*_ours(), "<"))
-
-
-def policy_site(frame: FrameType | None) -> str:
-    """`directory/file.py:line` of the innermost frame of the policy's own code; "" where there is none."""
-    outermost = frame
-    while frame is not None:
-        if foreign(frame.f_code.co_filename):
-            return place((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    while outermost is not None and not _counted(outermost.f_code.co_filename):
-        outermost = outermost.f_back
-    return place((outermost.f_code.co_filename, outermost.f_lineno)) if outermost is not None else ""
-
-
-def raised_at(error: BaseException) -> str:
-    """Where in the policy's code an exception was raised; the innermost frame of all where no policy is in it."""
-    trace: TracebackType | None = error.__traceback__
-    own = last = ""
-    while trace is not None:
-        site = trace.tb_frame.f_code.co_filename, trace.tb_lineno
-        last = place(site)
-        own = last if foreign(site[0]) else own
-        trace = trace.tb_next
-    return own or last
 
 
 class Halt(BaseException):
@@ -329,7 +267,7 @@ class Guard:
     # sys.settrace and sys.setprofile
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not _counted(frame.f_code.co_filename):
+        if not counted(frame.f_code.co_filename):
             return None
         frame.f_trace_opcodes = _spins(frame.f_code)
         return self._trace_line

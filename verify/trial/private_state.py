@@ -10,7 +10,7 @@ import sys
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from verify.trial.guard import foreign
+from verify.sources import foreign
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

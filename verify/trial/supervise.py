@@ -23,9 +23,8 @@ from typing import IO, Any, Final, NoReturn, TypeVar
 
 from kernel.errors import TurnstileError, UsageError
 from verify.blame import Class
-from verify.sim.waits import place
+from verify.sources import foreign, ours, place
 from verify.trial.findings import Finding, one_line
-from verify.trial.guard import foreign, ours
 
 T = TypeVar("T")
 
@@ -53,14 +52,21 @@ def supervised(work: Callable[[Beat], T], seconds: float, unusable: str = "") ->
         with warnings.catch_warnings():
             # CPython warns where other threads exist. The child runs nothing that they could have locked.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
+            # An interrupt waits until somebody is there to end the child; what runs at a fork would swallow it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            try:
+                child = os.fork()
+            except OSError:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                raise
         if not child:
             os.close(receiver)
-            _child(work, counter, dump, sender)
+            _child(work, counter, dump, sender, before)
         os.close(sender)
         _grouped(child)
         status = -1
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             answer = _listen(child, receiver, counter, dump, seconds)
             started = any(counter[:])
             if not isinstance(answer, Finding):
@@ -95,12 +101,15 @@ def _grouped(child: int) -> None:
         os.setpgid(child, child)
 
 
-def _child(work: Callable[[Beat], Any], counter: mmap.mmap, dump: IO[bytes], sender: int) -> NoReturn:
+def _child(
+    work: Callable[[Beat], Any], counter: mmap.mmap, dump: IO[bytes], sender: int, mask: set[int | signal.Signals]
+) -> NoReturn:
     code = 1
     try:
         _grouped(0)
         # No Ctrl-C comes here, the terminal's is the parent's: a KeyboardInterrupt is then of the code that raises it.
         signal.signal(signal.SIGINT, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # `faulthandler.dump_traceback_later` would wait for a thread of the parent's, where one was running.
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False, chain=False)
         null = os.open(os.devnull, os.O_RDONLY)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 from kernel.errors import TurnstileError, UsageError
 from kernel.sched.policy import Guarantees, Memory, Plan
 from verify.blame import Class
+from verify.sources import raised_at
 from verify.trial.findings import Found, one_line
-from verify.trial.guard import Guard, Halt, raised_at
+from verify.trial.guard import Guard, Halt
 from verify.trial.private_state import PrivateState, reads_environment
 
 if TYPE_CHECKING:
