@@ -19,6 +19,8 @@ import pytest
 
 from kernel.errors import UsageError
 from kernel.record import Kind, read
+from tests.commands import until
+from tests.standing import main_of, stands
 from verify.attach import program, runs
 
 if TYPE_CHECKING:
@@ -32,9 +34,9 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="Linux is needed, for /proc"),
 ]
 HOUSE = Path(__file__).resolve().parent.parent
-SPY = pytest.mark.skipif(program("py-spy") is None, reason="py-spy, of the extra `test`, is not installed")
 LONG_S = 90.0
-"""How long anything may take that takes a second or two on a quiet machine."""
+"""How long a command may take that takes a second or two on a quiet machine."""
+SPY = pytest.mark.skipif(program("py-spy") is None, reason="py-spy, of the extra `test`, is not installed")
 
 
 class Job:
@@ -67,10 +69,7 @@ class Job:
 
     def until(self, what: Callable[[], bool]) -> None:
         """Wait for an outcome."""
-        end = time.monotonic() + LONG_S
-        while not what():
-            assert time.monotonic() < end, "the ranks did not get there"
-            time.sleep(0.05)
+        until(what)
 
     def stands(self, rank: int, *wheres: str) -> bool:
         """Whether Linux keeps the main thread of a rank in one of some functions."""
@@ -94,17 +93,30 @@ class Job:
         return ring is not None and bool(ring.events) and ring.events[-1].kind in (kinds or (Kind.CALL_WAIT,))
 
     def _idle(self, rank: int) -> bool:
-        """Whether its threads use no processor for a moment."""
+        """Whether its main thread sleeps, and no thread of it uses or waits for a processor for a moment."""
 
         def used() -> int:
-            return sum(map(int, Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[11:13]))
+            each = [task / "stat" for task in Path(f"/proc/{self.pids[rank]}/task").iterdir()]
+            fields = [stat.read_text(errors="replace").rpartition(")")[2].split() for stat in each]
+            # Under load, a thread that is about to call something may get no processor for a while.
+            return -1 if any(one[0] == "R" for one in fields) else sum(int(one[11]) + int(one[12]) for one in fields)
 
         try:
             before = used()
             time.sleep(0.5)
-            return used() == before
-        except (OSError, ValueError):
+            return before >= 0 and used() == before and stands(main_of(self.pids[rank]))
+        except (OSError, ValueError, IndexError):
             return False
+
+    def still(self, *ranks: int) -> None:
+        """Wait until the newest event of some ranks is older than the time for which one counts as on its way."""
+
+        def silent_s(rank: int) -> float:
+            ring = self.ring(rank)
+            return 0.0 if ring is None else (time.monotonic_ns() - ring.events[-1].time_ns) / 1e9
+
+        for rank in ranks:
+            self.until(lambda rank=rank: silent_s(rank) > 5.5)  # type: ignore[misc]
 
     def kill(self, rank: int) -> None:
         """Let a rank kill itself, with SIGKILL, where its scene has it do so."""
@@ -192,7 +204,8 @@ def test_a_missing_member_that_computes(tmp_path: Path) -> None:
         # It may yet come: nothing in the evidence tells never from not yet.
         assert answer.verdict == (1, "missing", "conditional", [2])
         assert "all_reduce (call 4 on default_pg)" in answer.say
-        assert any("its main thread runs" in line for line in answer.told["chain"])
+        # For a moment it may wait for the interpreter lock.
+        job.until(lambda: any("its main thread runs" in line for line in job.hang().told["chain"]))
 
 
 def test_a_rank_that_died(tmp_path: Path) -> None:
@@ -301,7 +314,7 @@ def test_threads_that_wait_for_each_other_by_a_lock_are_a_cycle(tmp_path: Path) 
     """Every thread of both processes is blocked, though only one of each is in a call."""
     with Job(tmp_path, "crosses_under_a_lock") as job:
         futex(job, 0, 1)
-        time.sleep(5.5)  # until then the main threads may be on their way
+        job.still(0, 1)
         for answer in (job.hang(pids=False), job.hang()):
             assert answer.verdict == (1, "cycle", "certain", [0, 1])
             assert "(thread Thread-1 (call)) waits" in answer.say
@@ -329,7 +342,7 @@ def test_a_rank_whose_helper_waits_for_another_process_may_come(tmp_path: Path, 
 def test_a_request_may_bring_the_call_that_a_ring_lacks(tmp_path: Path) -> None:
     with Job(tmp_path, "crosses_a_request") as job:
         futex(job, 0, 1)
-        time.sleep(5.5)  # until then the main threads may be on their way
+        job.still(0, 1)
         for answer in (job.hang(pids=False), job.hang()):
             assert (answer.code, answer.told["class"], answer.told["ranks"]) == (3, "cycle", [])
             assert any("a thread that waits for a file or a socket (recvfrom)" in line for line in answer.told["chain"])
@@ -345,8 +358,8 @@ def test_a_crossing_through_futures_is_seen_in_stacks(tmp_path: Path) -> None:
 
 def test_groups_that_are_created_with_other_members(tmp_path: Path) -> None:
     with Job(tmp_path, "makes_other_members", 3) as job:
-        first(job)
-        time.sleep(5.5)
+        both(job)
+        job.still(0, 1, 2)
         for answer in (job.hang(pids=False), job.hang()):
             assert answer.verdict == (1, "mismatch", "certain", [0])
             assert any("in makes_other_members" in line for line in answer.told["chain"])
@@ -356,7 +369,7 @@ def test_groups_that_are_created_with_other_members(tmp_path: Path) -> None:
 def test_groups_that_are_created_in_another_order(tmp_path: Path) -> None:
     with Job(tmp_path, "makes_another_order", 3) as job:
         both(job)
-        time.sleep(5.5)  # until then they may be on their way
+        job.still(0, 1, 2)
         answer = job.hang(pids=False)
         assert answer.verdict == (1, "mismatch", "certain", [1])
         assert any("in makes_another_order" in line for line in answer.told["chain"])
@@ -377,7 +390,7 @@ def test_who_died_comes_before_who_stays_away_for_that(tmp_path: Path) -> None:
         job.until(lambda: job.waits(2))
         job.kill(1)
         job.until(lambda: job.stands(2, "nanosleep"))
-        time.sleep(5.5)  # before that, rank 2 may be on its way
+        job.still(2)
         answer = job.hang(pids=False)
         assert answer.verdict == (1, "exception", "conditional", [1])
         assert "failed on rank 2" in answer.say
@@ -412,7 +425,7 @@ def test_a_rank_that_enters_a_lock(tmp_path: Path, recorded: bool) -> None:
     with Job(tmp_path, "enters_a_lock", recorded=recorded) as job:
         if recorded:
             first(job)
-        job.until(lambda: job.stands(1, "futex"))
+        futex(job, 1)
         answer = job.hang()
         assert answer.verdict == (1, "missing", "certain" if recorded else "conditional", [1])
         assert "in a lock, guard at" in answer.say

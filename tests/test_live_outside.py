@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.commands import until
+from tests.standing import main_of, stands
 from tests.test_live_timed import REAL
 from verify.live.outside import WHO, Outside, beyond
 from verify.live.sockets import _address
@@ -55,13 +56,13 @@ def process(program: str, *arguments: str) -> Iterator[tuple[int, list[int]]]:
 
 def seen(pid: int, what: Callable[[Outside], bool] = lambda _: True) -> Outside:
     """What is seen of a process when it has come to where it waits."""
-    end = time.monotonic() + 60
-    while True:
+
+    def now() -> Outside | None:
         found = beyond(pid)
-        if found is not None and what(found):
-            return found
-        assert time.monotonic() < end, found
-        time.sleep(0.05)
+        return found if found is not None and what(found) else None
+
+    found: Outside = until(now)
+    return found
 
 
 ALONE = {
@@ -162,7 +163,7 @@ def test_a_lock_on_a_file_and_a_child(tmp_path: Path) -> None:
 
 def test_a_wait_for_its_own_threads_is_none_for_what_is_outside() -> None:
     with process("import threading\nWAIT\nthreading.Event().wait()") as (pid, _):
-        time.sleep(0.3)
+        until(lambda: stands(main_of(pid)))
         assert beyond(pid) is None
     assert beyond(pid) is None
 

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.commands import until
 from tests.test_live_timed import REAL
 from verify.live.idle import sample, switches
 from verify.live.named import is_of_torch, of_torch
@@ -46,13 +46,13 @@ def process(program: str) -> Iterator[int]:
 
 def seen(pid: int, what: Callable[[Moves], bool]) -> Moves:
     """What is seen of a process when it has come to where it waits."""
-    end = time.monotonic() + 60
-    while True:
-        now = moves(pid)
-        if now is not None and what(now):
-            return now
-        assert time.monotonic() < end, now
-        time.sleep(0.05)
+
+    def now() -> Moves | None:
+        found = moves(pid)
+        return found if found is not None and what(found) else None
+
+    found: Moves = until(now)
+    return found
 
 
 HELPER = "threading.Thread(target={}, daemon=True).start()\n"
@@ -158,7 +158,9 @@ FROM_OUTSIDE = {
     "a terminal": ("ends = os.openpty()\nwait = lambda: os.read(ends[1], 1)", "a file or a socket (read)"),
     "changes of files": (
         "import ctypes\n"
-        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init(); libc.inotify_add_watch(descriptor, b'/usr', 2)\n"
+        "libc = ctypes.CDLL(None); descriptor = libc.inotify_init()\n"
+        "while descriptor < 0: time.sleep(0.1); descriptor = libc.inotify_init()\n"  # a user may have few at a time
+        "libc.inotify_add_watch(descriptor, os.environ['EMPTY'].encode(), 2)\n"
         "wait = lambda: os.read(descriptor, 1000)",
         "a file or a socket (read)",
     ),
@@ -203,6 +205,8 @@ def test_a_helper_that_waits_for_another_process_may_let_the_main_thread_go(
     """Whatever the kernel calls the wait, only one in a private futex is a wait for the process itself."""
     lines, said = FROM_OUTSIDE[what]
     monkeypatch.setenv("LOCKED", str(tmp_path / "locked"))
+    monkeypatch.setenv("EMPTY", str(tmp_path / "empty"))
+    (tmp_path / "empty").mkdir()
     with (tmp_path / "locked").open("w") as mine, semaphore() as made:
         fcntl.flock(mine, fcntl.LOCK_EX)
         monkeypatch.setenv("SEMAPHORE", str(made))
@@ -257,9 +261,14 @@ def test_threads_that_torch_starts_are_known(tmp_path: Path) -> None:
     try:
         assert child.stdout is not None
         assert [child.stdout.readline() for _ in range(2)] == ["here\n", "up\n"]
-        tasks = [task for task in Path(f"/proc/{child.pid}/task").iterdir() if task.name != str(child.pid)]
-        named = {(task / "comm").read_text().strip(): task for task in tasks}
-        assert {"gloo_tcp_loop", "pt_gloo_runloop"} <= named.keys()
+
+        def threads() -> dict[str, Path]:
+            tasks = [task for task in Path(f"/proc/{child.pid}/task").iterdir() if task.name != str(child.pid)]
+            return {(task / "comm").read_text().strip(): task for task in tasks}
+
+        # Each gives itself its name, when it first runs.
+        until(lambda: {"gloo_tcp_loop", "pt_gloo_runloop"} <= threads().keys())
+        named = threads()
         for name, task in named.items():
             assert is_of_torch(task, name) is of_torch(name)
         seen(child.pid, lambda now: now.closed)
@@ -293,8 +302,5 @@ def test_a_thread_that_runs_is_counted() -> None:
         seen(pid, lambda now: now.locked)
         tasks = Path(f"/proc/{pid}/task")
         first = switches(tasks)
-        end = time.monotonic() + 60
-        while (now := switches(tasks)) == first:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        now = until(lambda: (found := switches(tasks)) != first and found)
         assert now.keys() == first.keys()

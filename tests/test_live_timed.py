@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import select
+import signal
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.commands import until
+from tests.standing import stands
 from verify.live.calls import call_of
 from verify.live.idle import _harmless
 from verify.live.named import of_torch
@@ -50,11 +53,7 @@ class Waiting:
         self._thread.start()
         task = TASKS / str(self._thread.native_id)
         assert int(task.name) not in before
-        end = time.monotonic() + 30
-        while (task / "wchan").read_text() in ("0", "") or (task / "syscall").read_text().startswith("running"):
-            assert time.monotonic() < end, "it never waited"
-            time.sleep(0.01)
-        time.sleep(0.1)  # on its way it may have waited for the interpreter lock
+        until(lambda: stands(task))
         return task
 
     def __exit__(self, *_: object) -> None:
@@ -100,9 +99,19 @@ def test_real_waits(how: str, limit: float | None) -> None:
 
 @REAL
 def test_a_thread_that_sleeps_may_go_on_by_itself() -> None:
-    with Waiting(lambda: time.sleep(2), lambda: None) as task:
-        assert timed(task) is True
-        assert not _harmless(task)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    ident: list[int] = []
+
+    def sleeps() -> None:
+        ident.append(threading.get_ident())
+        ctypes.CDLL(None).usleep(int(TOO_LONG * 1e6))  # unlike time.sleep, a signal ends it
+
+    try:
+        with Waiting(sleeps, lambda: signal.pthread_kill(ident[0], signal.SIGUSR1)) as task:
+            assert timed(task) is True
+            assert not _harmless(task)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @REAL

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.test_hang_real import HOUSE, LONG_S, Job, both, first
+from tests.test_hang_real import HOUSE, LONG_S, Job, both, first, futex
 from verify.attach import runs
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def test_a_rank_that_died_is_told(tmp_path: Path) -> None:
 def test_a_rank_that_left_the_loop_and_lives_is_told(tmp_path: Path, scene: str) -> None:
     with Job(tmp_path, scene) as job:
         first(job)
-        job.until(lambda: job.stands(1, "futex"))
+        futex(job, 1)
         code, report = told(job)
         assert (code, report["class"], report["certainty"], report["ranks"]) == (1, "missing", "certain", [1])
         assert "call 4 on default_pg" in report["say"]
@@ -102,9 +101,7 @@ def test_a_rank_that_may_yet_come_is_no_fault(slow: Job) -> None:
         row = json.loads(frame(slow, "top", "--json"))["ranks"][0]
         assert (row["operation"], row["open"], row["status"]) == ("all_reduce default_pg #4", True, "stalled")
         slow.processes[1].kill()
-        end = time.monotonic() + LONG_S
-        while runs(slow.pids[1]) and time.monotonic() < end:
-            time.sleep(0.05)
+        slow.until(lambda: not runs(slow.pids[1]))
         out, _ = check.communicate(timeout=LONG_S)
     finally:
         check.kill()

@@ -13,6 +13,8 @@ from verify.blame import Class
 from verify.check.answer import Answer, conclusion, told, worst, wrapped
 from verify.explore.result import Conclusion
 from verify.order import certify, from_record
+from verify.readers.jobs import of_one_job
+from verify.readers.killed import alive
 from verify.words import ranks
 
 if TYPE_CHECKING:
@@ -43,13 +45,14 @@ def _has_rings(folder: Path) -> bool:
 
 
 def _judged(options: Options, folder: Path) -> Answer:
-    recordings = read_run(folder)
+    recordings, stale = of_one_job(read_run(folder), alive)
     orders = from_record(recordings)
     if not orders.kernels:
         raise UsageError(f"{folder}: its rings hold no collective: record more of it, with a larger ring")
     result = certify(orders, options.capacity)
     verdict = result.verdict
     says, whole = _rings(recordings)
+    says += [f"record    {line}" for line in stale]
     concluded = conclusion(verdict)
     reason = ""
     if concluded is Conclusion.PROVED and not whole:

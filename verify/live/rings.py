@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,16 +15,19 @@ from verify.live.process import GONE, boot_id, writer_state
 from verify.live.ring import LiveRing
 from verify.live.threads import See, nothing_hidden, of_processes
 from verify.readers.installed import is_installed
+from verify.readers.jobs import of_other_jobs
 from verify.readers.record import of_rings
 from verify.readers.told import CONSEQUENCE
 from verify.runs import world_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from kernel.record import Look as Step
     from kernel.record import Recording
     from verify.readers.found import Found
+    from verify.readers.jobs import Other
 
 KEEP: Final = 4
 """Finished calls of each group that are remembered: members of a group are seldom further apart, and never have to be
@@ -54,7 +57,8 @@ class Facts(NamedTuple):
 class Look:
     """All ranks, each read at some moment between the beginning and the end of the look.
 
-    whole: something is known of all of them. idle: None, or the ranks that live, wait for nothing that is recorded and
+    whole: something is known of all of them. stale: rings that lie beside theirs and are of another job, a line each:
+    nothing of these is in it. idle: None, or the ranks that live, wait for nothing that is recorded and
     will not go on by themselves, where all others wait or have ended (`verify.live.installed`). see: sees what the
     processes of ranks do now; ranks of our own have no thread that their record does not show.
     """
@@ -64,6 +68,7 @@ class Look:
     whole: bool = True
     idle: frozenset[int] | None = None
     see: See = nothing_hidden
+    stale: tuple[str, ...] = ()
 
     @property
     def ended(self) -> bool:
@@ -119,8 +124,13 @@ class _Rank:
         number, closed = self.follower.hold()
         return number, closed, process is not None and process in GONE
 
-    def _runs(self, recording: Recording) -> bool | None:
+    @property
+    def runs(self) -> bool | None:
+        """Whether its process does; None where that cannot be seen."""
         return None if self.process is None else self.process not in GONE
+
+    def _runs(self, recording: Recording) -> bool | None:
+        return self.runs
 
     def facts(self, gave_up: bool = False) -> Facts:
         """What the newest look told. gave_up: of an installed record, that it left because of another rank."""
@@ -168,23 +178,30 @@ class Rings:
     def __init__(self, run: Path, *, only_new: bool = False) -> None:
         self.run = run
         self._ranks: dict[int, _Rank] = {}
+        self._others: dict[int, Other] = {}
+        """Those of another job, by the newest look."""
         self._boot = boot_id()
         self._old = {path: _inode(path) for path in runs.rings(run)} if only_new else {}
 
     @property
     def read_ns(self) -> dict[int, int]:
         """Monotonic time at which the newest reading of each ring began."""
-        return {rank: each.read_ns for rank, each in sorted(self._ranks.items())}
+        return {rank: each.read_ns for rank, each in self._mine.items()}
+
+    @property
+    def _mine(self) -> dict[int, _Rank]:
+        """The ranks of the job, in order: an earlier one that had more of them left its rings."""
+        return {rank: each for rank, each in sorted(self._ranks.items()) if rank not in self._others}
 
     @property
     def steps(self) -> dict[int, Step]:
         """What the newest look read of each ring."""
-        return {rank: each.step for rank, each in sorted(self._ranks.items()) if each.step is not None}
+        return {rank: each.step for rank, each in self._mine.items() if each.step is not None}
 
     @property
     def installed(self) -> dict[int, LiveInstalled]:
         """The rings that `turnstile.record.install` left."""
-        return {rank: one.ring for rank, one in sorted(self._ranks.items()) if isinstance(one.ring, LiveInstalled)}
+        return {rank: one.ring for rank, one in self._mine.items() if isinstance(one.ring, LiveInstalled)}
 
     def peek(self) -> dict[int, tuple[int, bool, bool]]:
         """What can be seen at little cost: of each rank the number of its newest event that is more than a remark,
@@ -218,23 +235,32 @@ class Rings:
                 trouble = error
         if not self._ranks:
             raise trouble or UsageError(f"run {str(self.run)!r}: no rank<k>.ring in it: it has left nothing to see")
+        recordings = {rank: one.ring.recording for rank, one in self._ranks.items() if one.ring is not None}
+        self._others = of_other_jobs(recordings, lambda each: self._ranks[each.rank].runs)
+        stale = tuple(f"{other.line}: not shown" for other in self._others.values())
+        look = self._judged(self._mine)
+        found = replace(look.found, unknown=(*look.found.unknown, *(f"{self.run.name}: {line}" for line in stale)))
+        return replace(look, found=found, stale=stale)
+
+    def _judged(self, ranks: Mapping[int, _Rank]) -> Look:
+        """What the rings of one job tell. Raises UsageError where some of them are of a program and some are not."""
         installed = self.installed
-        if installed and len(installed) == len(self._ranks):
+        if installed and len(installed) == len(ranks):
             found, gave_up, idle = of_live(installed, self.run.name)
-            facts = {rank: one.facts(rank in gave_up) for rank, one in sorted(self._ranks.items())}
+            facts = {rank: one.facts(rank in gave_up) for rank, one in ranks.items()}
             pids = {rank: ring.recording.pid for rank, ring in installed.items() if ring.here}
             return Look(found, facts, idle=idle, see=partial(of_processes, pids))
         if installed:
-            ours = sorted(self._ranks.keys() - installed.keys())
+            ours = sorted(ranks.keys() - installed.keys())
             raise UsageError(
                 f"run {str(self.run)!r}: {words.ranks(installed)} installed a record, {words.ranks(ours)} did not: give"
                 " the directory of one job"
             )
-        rings = {rank: one.ring for rank, one in sorted(self._ranks.items()) if isinstance(one.ring, LiveRing)}
+        rings = {rank: one.ring for rank, one in ranks.items() if isinstance(one.ring, LiveRing)}
         world = world_of(ring.recording for ring in rings.values())
         for ring in rings.values():
             ring.of_world(world)
-        return Look(of_rings(rings, self.run.name), {rank: one.facts() for rank, one in sorted(self._ranks.items())})
+        return Look(of_rings(rings, self.run.name), {rank: one.facts() for rank, one in ranks.items()})
 
 
 def _inode(path: Path) -> int:

@@ -6,7 +6,7 @@ began. Ranks of one job start together, give or take what it takes to load a pro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.errors import UsageError
 from kernel.record.foreign import groups_of
@@ -29,20 +29,48 @@ def of_one_job(
     running: whether the process of a ring runs, None where that cannot be seen. Raises UsageError, one line, where
     two jobs write to the directory at once.
     """
-    if not recordings:
-        return {}, []
+    foreign = of_other_jobs(recordings, running)
+    for other in foreign.values():
+        if other.runs:
+            both = f"{other.path} and {other.newest}"
+            raise UsageError(f"{both} are of two jobs that run: {other.why}: name the record of one")
+    kept = {rank: each for rank, each in recordings.items() if rank not in foreign}
+    return kept, [f"{other.line}: not used" for other in foreign.values()]
+
+
+class Other(NamedTuple):
+    """A ring that is of another job than the others of its directory. why: how that shows. runs: whether its process
+    does. path, newest: its file, and that of the job which counts.
+    """
+
+    rank: int
+    why: str
+    runs: bool
+    path: Path
+    newest: Path
+
+    @property
+    def line(self) -> str:
+        """What people are told of it."""
+        is_of = "another job that runs as well" if self.runs else "another job"
+        return f"rank {self.rank}: its ring is {'' if self.runs else 'stale, '}of {is_of}: {self.why}"
+
+
+def of_other_jobs(
+    recordings: Mapping[int, Recording], running: Callable[[Recording], bool | None]
+) -> dict[int, Other]:
+    """Of the rings of one directory, by rank, those that are not of the job that runs, else not of the newest one.
+
+    running: as `of_one_job`.
+    """
     live = {rank for rank, each in recordings.items() if each.closed_ns is None and running(each) is True}
-    newest = recordings[max(live or recordings, key=lambda rank: recordings[rank].wall_ns)]
-    kept, lines = dict(recordings), []
-    for rank, each in sorted(recordings.items()):
-        why = difference(each, newest)
-        if not why:
-            continue
-        if rank in live:
-            raise UsageError(f"{each.path} and {newest.path} are of two jobs that run: {why}: name the record of one")
-        del kept[rank]
-        lines.append(f"rank {rank}: its ring is stale, of another job: {why}: not used")
-    return kept, lines
+    found: dict[int, Other] = {}
+    if recordings:
+        newest = recordings[max(live or recordings, key=lambda rank: recordings[rank].wall_ns)]
+        for rank, each in sorted(recordings.items()):
+            if why := difference(each, newest):
+                found[rank] = Other(rank, why, rank in live, each.path, newest.path)
+    return found
 
 
 def refuse_two(records: Iterable[tuple[Path, Recording]]) -> None:

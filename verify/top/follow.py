@@ -43,7 +43,9 @@ class Follower:
     def read(self) -> Look:
         """Read on in all rings. Raises UsageError as `look`."""
         look = self._rings.look()
-        for rank, (recording, fresh) in self._rings.steps.items():
+        steps = self._rings.steps
+        self._states = {rank: state for rank, state in self._states.items() if rank in steps}
+        for rank, (recording, fresh) in steps.items():
             if fresh or rank not in self._states:
                 self._states[rank] = RankState(recording)
             else:

@@ -65,7 +65,8 @@ class Frame:
     """All ranks at one moment. ended: no rank runs any more. waits: who waits for whom, a line each.
 
     cycle: a ring of waits that is certain, actor and operation in turn. check: the first fault that was certain.
-    hosts: of a run on several hosts, those that are not heard of, a line each. states: what is known of each rank's
+    hosts: of a run on several hosts, those that are not heard of, a line each. stale: rings of another job that lie
+    beside those of this one, a line each: none of them is a rank here. states: what is known of each rank's
     record, where it is read here.
     """
 
@@ -80,6 +81,7 @@ class Frame:
     states: dict[int, RankState]
     check: Diagnosis | None = None
     hosts: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
 
     @property
     def stalled(self) -> tuple[int, ...]:
@@ -97,6 +99,7 @@ class Frame:
             "run": self.run, "about": self.about, "ended": self.ended, "stalled": list(self.stalled),
             "missing": list(self.missing), "cycle": bool(self.cycle), "waits": list(self.waits),
             "check": self.check.to_dict() if self.check is not None else None, "hosts": list(self.hosts),
+            "stale": list(self.stale),
             "ranks": [{name: getattr(row, name) for name in Row.__dataclass_fields__} for row in self.rows],
         }  # fmt: skip
 
@@ -145,4 +148,5 @@ def frame_of(
         states or {},
         check.diagnosis,
         hosts,
+        look.stale,
     )

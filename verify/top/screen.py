@@ -13,6 +13,8 @@ from verify import words
 from verify.top.frame import STANDING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import JustifyMethod, RenderableType
 
     from verify.top.frame import Frame, Row
@@ -145,7 +147,7 @@ def _waits(frame: Frame, most: int = 8) -> list[Text]:
         verdict = frame.check.verdict
         text = f"live check: {verdict.cls} (certain): {verdict.say}"
         found.append(Text(text, "bold red"))
-    found += [Text(line, "bold yellow") for line in frame.hosts]
+    found += [Text(line, "bold yellow") for line in (*frame.hosts, *few(frame.stale))]
     if frame.missing:
         found.append(Text(f"no record of {words.ranks(frame.missing)}", "bold red"))
     for row in frame.rows:
@@ -168,6 +170,12 @@ def _waits(frame: Frame, most: int = 8) -> list[Text]:
     if len(found) > most:
         found = [*found[:most], Text(f"and {len(found) - most} more lines (--json has all)", "dim")]
     return [Text(""), *found] if found else []
+
+
+def few(lines: Sequence[str], most: int = 2) -> list[str]:
+    """The first of some lines that are alike, and how many more there are."""
+    more = len(lines) - most
+    return [*lines[:most], *[f"and {more} more such {'ring' if more == 1 else 'rings'}"] * (more > 0)]
 
 
 def number(value: int | None) -> str:

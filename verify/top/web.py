@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.errors import UsageError
 from verify import html, words
 from verify.top.lately import lately
-from verify.top.screen import number, seconds, short
+from verify.top.screen import few, number, seconds, short
 
 if TYPE_CHECKING:
     from verify.top.frame import Frame, Row, View
@@ -144,7 +144,7 @@ def _table(frame: Frame) -> str:
 
 def _around(frame: Frame, rest: int, cells: str, lines: str) -> str:
     more = f'<p class="faint">and {rest} more ranks</p>' if rest else ""
-    silent = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in frame.hosts)
+    silent = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in (*frame.hosts, *few(frame.stale)))
     lost = silent
     lost += f"<p><strong>No record of {words.ranks(frame.missing)}.</strong></p>" if frame.missing else ""
     return f'<h2>Ranks</h2>{lost}<div class="picture"><table><tr>{cells}</tr>{lines}</table></div>{more}'

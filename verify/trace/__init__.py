@@ -18,6 +18,8 @@ from kernel.record.foreign import groups_of
 from verify import runs, words
 from verify.command import Parser
 from verify.readers.installed import is_installed
+from verify.readers.jobs import of_other_jobs
+from verify.readers.killed import alive
 from verify.slices import timeline
 from verify.trace.calls import installed_lines
 from verify.trace.chrome import trace_lines
@@ -59,6 +61,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
     options = parse(name, arguments)
     run = runs.find(options.run)
     recordings = read_run(run)
+    others = of_other_jobs(recordings, alive)
+    recordings = {rank: each for rank, each in recordings.items() if rank not in others}
     if any(is_installed(recording) for recording in recordings.values()):
         lines = installed_lines(recordings)
     else:
@@ -70,7 +74,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     out = Path(options.out) if options.out is not None else run / "trace.json"
     size = write(out, lines)
     print(f"{out}: {_size(size)}, {words.ranks(recordings)}; open it in ui.perfetto.dev or chrome://tracing")
-    for line in lacks(recordings):
+    for line in (*lacks(recordings), *(f"not shown: {other.line}" for other in others.values())):
         print(line)
     return 0
 
