@@ -331,6 +331,9 @@ async def _replay_all(campaign: Campaign, ending: Ending) -> None:
                         await _replay_run(engine, campaign, run, watch, progress, sink)
     finally:
         sink.close()
+        if engines and (left := getattr(engines[0], "left", ())):
+            more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+            print(f"turnstile: a policy left {left[0]}{more}: ended with its rank", file=sys.stderr)
 
 
 async def _replay_run(engine: Any, campaign: Campaign, run: Run, watch: Watch, progress: Progress, sink: Sink) -> None:

@@ -175,6 +175,7 @@ class Engine:
         self._stall = Stall(stall_timeout_s)
         self._waits: dict[int, list[str]] = {}
         self._outputs = 0
+        self._left: list[str] = []
 
     async def __aenter__(self) -> Self:
         if self._launcher is not None:
@@ -234,6 +235,11 @@ class Engine:
         """Whether it has ended with an error, which leaving it raises."""
         return self._error is not None
 
+    @property
+    def left(self) -> tuple[str, ...]:
+        """What policies had started and left running, a clause about each (`orphans.Offspring.end`). It was ended."""
+        return tuple(self._left)
+
     def now_ns(self) -> int:
         """The clock of all times here: monotonic nanoseconds."""
         return time.monotonic_ns()
@@ -292,7 +298,7 @@ class Engine:
         if models.read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
         # A caller that gives up must not leave the turns paused: the ranks load the weights all the same.
-        update = asyncio.create_task(self._update(_absolute(path)), name="update weights")
+        update = asyncio.create_task(self._update(path), name="update weights")
         self._updates.add(update)
         update.add_done_callback(self._updates.discard)
         await asyncio.shield(update)
@@ -328,7 +334,8 @@ class Engine:
             raise UsageError(f"torchrun's rank {here.rank} is no launcher: run the command with `-m turnstile`")
         return HostsLauncher(self.world, self._settings, here)
 
-    async def _update(self, path: str) -> None:
+    async def _update(self, to: str | Path) -> None:
+        path = await asyncio.to_thread(os.path.abspath, to)
         paused = self._paused
         await self.pause()
         try:
@@ -406,6 +413,7 @@ class Engine:
                     self._deliver(request, token, logprob, finish, cached, stamp)
             elif "stopped" in message:
                 self._ended.add(rank)
+                self._left += message.get("left", [])
                 if len(self._ended) == self.world.size:
                     self._stopped.set()
             else:
@@ -466,10 +474,6 @@ class Engine:
             raise self._error
         if self._launcher is None or self._closed:
             raise UsageError("the engine is not open: use it inside `async with Engine(...) as engine`")
-
-
-def _absolute(path: str | Path) -> str:
-    return os.path.abspath(path)
 
 
 def spec(policy: str, config: dict[str, Any] | None) -> str:

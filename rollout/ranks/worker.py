@@ -31,6 +31,7 @@ from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
 from rollout.ranks import exchange, faults, heap, standing, wire, words
 from rollout.ranks.heart import Heart
+from rollout.ranks.orphans import Offspring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -100,8 +101,8 @@ class Gap:
         self._handle.cancel()
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Run one rank; its exit code."""
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, offspring: Offspring) -> int:
+    """Run one rank; its exit code. offspring: what its policies start."""
     config = await wire.read(reader)
     if config is None:
         return 1
@@ -124,8 +125,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
         outbox.send({"failed": type(error).__name__, "message": f"rank {config['rank']}: {error!r}", "trace": trace})
         code = 1
     else:
-        outbox.send({"stopped": config["rank"]})
+        outbox.send({"stopped": config["rank"], "left": offspring.end()})
         code = 0
+    offspring.end()
     heart.close()
     await words.part(reader, writer)
     return code
@@ -306,11 +308,12 @@ def run_loop(how: str) -> int:
 
     heap.keep_pages()
     standing.offer()
+    offspring = Offspring()
     # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_connected(how))
+            return runner.run(_connected(how, offspring))
         except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
             # The last: the loop was stopped. No Ctrl-C comes to a rank, which has a session of its own.
             # What is left is now cancelled, and `_run` says why.
@@ -331,15 +334,15 @@ def _let_end(loop: asyncio.AbstractEventLoop) -> None:
             return
 
 
-async def _connected(how: str) -> int:
+async def _connected(how: str, offspring: Offspring) -> int:
     if how == "join":
         from rollout.ranks.torchrun import join, place
 
         here = place()
         if here is None:
             raise UsageError("`rollout.ranks.worker join` is for torchrun, which did not start this process")
-        return await serve(*await join(here))
-    return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=int(how))))
+        return await serve(*await join(here), offspring)
+    return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=int(how))), offspring)
 
 
 if __name__ == "__main__":
