@@ -85,6 +85,7 @@ FAULTS: dict[str, tuple[bool, signal.Signals, int, str]] = {
     "the launcher is killed": (False, signal.SIGKILL, -9, ""),
     "Ctrl-C": (False, signal.SIGINT, 130, "turnstile: interrupted: "),
     "SIGTERM": (False, signal.SIGTERM, 130, "turnstile: interrupted: "),
+    "SIGHUP": (False, signal.SIGHUP, 130, "turnstile: interrupted: "),
 }
 
 

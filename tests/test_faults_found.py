@@ -47,7 +47,7 @@ def with_nursery(run: subprocess.Popen[str]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_has_hardly_begun_ends_at_the_first_signal(number: signal.Signals, tmp_path: Path) -> None:
     with rollout(tmp_path / "run", *lingering(tmp_path)) as run:
         until(lambda: with_nursery(run))

@@ -32,6 +32,7 @@ from kernel.topology import World
 from rollout.ranks import exchange, faults, heap, standing, wire, words
 from rollout.ranks.heart import Heart
 from rollout.ranks.orphans import Offspring
+from rollout.ranks.strays import Strays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -46,7 +47,7 @@ GRACE_S: Final = 2.0
 STOPS: Final = 100
 """How often a policy may have stopped the loop before the rank gives up saying why."""
 _left: Final[list[BaseException]] = []
-"""With what a task that is none of ours left the loop: a policy may have started one."""
+"""With what a task that is none of ours left the loop, or ended: a policy may have started one."""
 
 
 class Outbox:
@@ -162,6 +163,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     journal = Journal(open_record(config["record"], config["policy"]))
 
     def use_policy(entry: UsePolicy) -> Policy:
+        strays.check(f"rank {rank}, round {journal.round}")
         policy = registry.create(entry.spec, limits)
         journal.switch(open_record(entry.record, entry.spec))
         return policy
@@ -204,9 +206,16 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     end_device = device.close if cuda else None
     main = asyncio.current_task()
     assert main is not None
+
+    def fail(error: BaseException) -> None:
+        _left.append(error)
+        main.cancel()
+
+    strays = Strays(lambda: engine.policy, fail)
     listener = asyncio.create_task(_listen(reader, inbox, heart, link.abort, end_device, main), name="control")
     try:
         await engine.run()
+        strays.check(f"rank {rank}, round {journal.round}")
         if quiet is not None:
             quiet.check()
         link.ended(None)
@@ -230,6 +239,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         link.ended(error)
         raise
     finally:
+        strays.close()
         listener.cancel()
         await asyncio.wait([listener])  # until it has, nobody else may read
         gap.close()
