@@ -126,7 +126,8 @@ def parser(command: str) -> Parser:
         description=about[command],
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        epilog="Exit codes: 0 done, 1 the run failed, 2 unusable input, 130 interrupted (what is done is kept).",
+        epilog="Exit codes: 0 done, 1 the run failed, 2 unusable input, 130 interrupted, by Ctrl-C, SIGTERM or SIGHUP"
+        " (what is done is kept).",
     )
     _ranks(made)
     _device(made)

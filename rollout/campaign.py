@@ -25,14 +25,14 @@ from models.config import read_config
 from rollout import fingerprint, policies, resume
 from rollout.args import TINY, Options, parse
 from rollout.device import CPU_KV_TOKENS
-from rollout.ending import Ending, end_once
+from rollout.ending import Ending, asked_for, end_once
 from rollout.progress import Progress
 from rollout.ranks import exchange, gpus
 from rollout.ranks.torchrun import place
 from rollout.replay import Sink, replay
 from rollout.report import campaign as campaign_report
 from rollout.report import files as report_files
-from rollout.runs import Campaign, Run
+from rollout.runs import Campaign, runs_of
 from rollout.stall import Stalled
 from rollout.trace.read import read as read_trace
 from rollout.trace.shape import Shape
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from models.config import DecoderConfig
     from rollout.replay import Row
+    from rollout.runs import Run
     from rollout.trace.trajectory import Trace, Trajectory
 
 WARM_UP: Final = "warm-up"
@@ -61,10 +62,10 @@ def main(command: str, argv: Sequence[str]) -> int:
     options = parse(command, argv)
     os.umask(0o077)  # what a run leaves is its user's
     source = read_trace(options.trace)
-    before = signal.getsignal(signal.SIGTERM)
-    ours = threading.current_thread() is threading.main_thread()
-    if ours:  # SIGTERM is Ctrl-C, also before the loop handles it
-        signal.signal(signal.SIGTERM, end_once)
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for each in filter(asked_for, (signal.SIGTERM, signal.SIGHUP)):  # Ctrl-C, also before the loop handles them
+            before[each] = signal.signal(each, end_once)
     try:
         campaign = prepare(options, source)
         try:
@@ -72,11 +73,11 @@ def main(command: str, argv: Sequence[str]) -> int:
         finally:
             os.close(campaign.held)
     except KeyboardInterrupt:
-        before = signal.SIG_IGN  # the process is ending as it was asked to
+        before = dict.fromkeys(before, signal.SIG_IGN)  # the process is ending as it was asked to
         raise
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def prepare(options: Options, source: Trace) -> Campaign:
@@ -109,7 +110,7 @@ def prepare(options: Options, source: Trace) -> Campaign:
         config = config or read_config(model)
         title = options.shape.describe(source)
         sha = told or fingerprint.of(model)
-        runs = _runs(options, out)
+        runs = runs_of(options.policies, options.repeat, out)
         return Campaign(options, out, model, config, title, trajectories, runs, sha, held, tuple(made))
     except BaseException:
         if held >= 0:
@@ -164,7 +165,14 @@ def execute(campaign: Campaign, source: Trace) -> int:
             with suppress(*(() if status == "complete" else (OSError,))):
                 report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
                 report_files.write_json(out / "run.json", {**about, "status": status})
-    campaign_report.draw(campaign)
+    try:
+        turns = {each.id: len(each.turns) for each in campaign.trajectories}
+        campaign_report.draw(campaign.runs, turns, campaign.title, out)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted: the run is complete and kept in {out}, its figures are not: `turnstile plot {out}` draws"
+            " them"
+        ) from None
     return campaign_report.show(campaign, measured)
 
 
@@ -204,20 +212,6 @@ def _keep(campaign: Campaign, about: dict[str, Any]) -> None:
 
 
 # -- before ---------------------------------------------------------------------------------------------------------
-
-
-def _runs(options: Options, out: Path) -> tuple[Run, ...]:
-    """Repeats outermost. A lone run keeps its record in `out/record`, several keep theirs in a folder each."""
-    runs = []
-    for repeat in range(options.repeat):
-        for at, policy in enumerate(options.policies):
-            name = report_files.slug(policy)
-            if [report_files.slug(each) for each in options.policies].count(name) > 1:
-                name = f"{name}-{at}"
-            several = len(options.policies) * options.repeat > 1
-            folder = out / (f"{name}-{repeat}" if options.repeat > 1 else name) if several else out
-            runs.append(Run(policy, repeat, folder))
-    return tuple(runs)
 
 
 def _fits(options: Options, config: DecoderConfig | None, trajectories: Sequence[Trajectory]) -> None:
@@ -302,7 +296,7 @@ async def _replay_all(campaign: Campaign, ending: Ending) -> None:
     # torchrun ends all processes of a host as soon as one has failed: the reason is to be told then, and is on its way.
     grace_s = TORCHRUN_GRACE_S if place() is not None else 0.0
     ending.heard_by(
-        lambda number: loop.call_later(grace_s, interrupt) if number == signal.SIGTERM else task.cancel()
+        lambda number: task.cancel() if number == signal.SIGINT else loop.call_later(grace_s, interrupt)
     )
     sink = Sink(campaign.out / "requests.jsonl", append=options.resume)
     engine_class: Callable[..., Any] = _engine_part("rollout.engine", "Engine")
@@ -331,6 +325,9 @@ async def _replay_all(campaign: Campaign, ending: Ending) -> None:
                         await _replay_run(engine, campaign, run, watch, progress, sink)
     finally:
         sink.close()
+    if left := getattr(engines[0], "left", ()):  # a run that failed, or was interrupted, has a line of its own
+        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+        print(f"turnstile: a policy left {left[0]}{more}: ended with its rank", file=sys.stderr)
 
 
 async def _replay_run(engine: Any, campaign: Campaign, run: Run, watch: Watch, progress: Progress, sink: Sink) -> None:

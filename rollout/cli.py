@@ -33,6 +33,7 @@ COMMANDS: Final = (
         "rollout", "replay a trace of trajectories on real ranks: table, JSON, PNG, record", "rollout.campaign:main"
     ),
     Command("compare", "several policies on the same trace, side by side, ranks kept up", "rollout.campaign:main"),
+    Command("plot", "draw the figures of a run that is complete again", "rollout.report.again:main"),
     Command("check", "prove a policy, a program or a run, or show the schedule that hangs it", "verify.check:main"),
     Command("hang", "explain a stuck job from its dumps, logs, stacks or processes", "verify.hang:main"),
     Command("top", "live view of a run: where each rank stands, and who waits for whom", "verify.top:main"),
@@ -87,7 +88,7 @@ def _run(argv: list[str]) -> int:
     command = next((command for command in COMMANDS if command.name == argv[0]), None)
     if command is None:
         names = [command.name for command in COMMANDS]
-        near = difflib.get_close_matches(argv[0], names, n=2, cutoff=0.5) or names
+        near = difflib.get_close_matches(argv[0], names, n=2, cutoff=0.65) or names
         what = "option" if argv[0].startswith("-") else "command"
         raise UsageError(
             f"unknown {what} {argv[0]!r}: did you mean {' or '.join(f'`turnstile {name}`' for name in near)}?"
@@ -125,5 +126,8 @@ def _version() -> str:
 
 
 def _say(what: object, code: int) -> int:
-    print("turnstile:", " ".join(str(what).split()), file=sys.stderr)
+    try:
+        print("turnstile:", " ".join(str(what).split()), file=sys.stderr)
+    except OSError:  # its terminal was closed; nor must what is buffered fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return code

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType, TracebackType
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def asked_for(number: int) -> bool:
+    """Whether a signal is to end a run here: SIGHUP, of a terminal that was closed, not under `nohup`, which has it
+    ignored."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def end_once(number: int, _: FrameType | None) -> NoReturn:
@@ -29,7 +35,7 @@ class Ending:
     """A context around a loop. asked: the signal that has come first, None while there is none.
 
     Before the loop has called `heard_by`, a signal is kept for it. Outside the main thread, no signal is heard here.
-    Afterwards SIGTERM, and a signal that was heard, are ignored for good: the process ends as it was asked to.
+    Afterwards SIGTERM, SIGHUP, and a signal that was heard, are ignored for good: the process ends as it was asked to.
     """
 
     def __init__(self) -> None:
@@ -46,7 +52,7 @@ class Ending:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in filter(asked_for, SIGNALS):
                 self._before[number] = signal.signal(number, self._hear)
         return self
 
@@ -54,7 +60,7 @@ class Ending:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, before in self._before.items():
-            ending = self.asked is not None or number == signal.SIGTERM
+            ending = self.asked is not None or number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ending else before)
 
     def _hear(self, number: int, _: FrameType | None) -> None:

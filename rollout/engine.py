@@ -12,6 +12,7 @@ import asyncio
 import os
 import platform
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -29,6 +30,7 @@ from kernel.topology import World
 from models.native import build as kernels
 from rollout import stall
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
+from rollout.policies import spec
 from rollout.ranks import exchange, gpus, host_memory, last_words, memory, wire
 from rollout.ranks.hosts import HostsLauncher
 from rollout.ranks.launcher import Launcher
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
 
     from rollout.ranks.nursery import Nursery
 
-WHERE_S: Final = 1.0
-"""For ranks of a stalled run to say where they wait; those whose loop is held do not."""
+WHERE_S: Final = 5.0
+"""For all ranks of a stalled run to say where they wait; those whose loop is held do not."""
 EXIT_S: Final = MappingProxyType({"cpu": 30.0, "cuda": 120.0})
 """For ranks to stop by themselves; on cuda they drop graphs and communicators."""
 
@@ -174,7 +176,9 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = Stall(stall_timeout_s)
         self._waits: dict[int, list[str]] = {}
+        self._told = asyncio.Event()
         self._outputs = 0
+        self._left: list[str] = []
 
     async def __aenter__(self) -> Self:
         if self._launcher is not None:
@@ -233,6 +237,11 @@ class Engine:
     def failed(self) -> bool:
         """Whether it has ended with an error, which leaving it raises."""
         return self._error is not None
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """What policies had started and left running, a clause about each (`orphans.Offspring.end`). It was ended."""
+        return tuple(self._left)
 
     def now_ns(self) -> int:
         """The clock of all times here: monotonic nanoseconds."""
@@ -400,12 +409,15 @@ class Engine:
         async for rank, message in launcher.messages():
             if "where" in message:
                 self._waits[rank] = message["where"]
+                if len(self._waits) == self.world.size:
+                    self._told.set()
             elif "outputs" in message:
                 self._outputs += len(message["outputs"])
                 for request, token, logprob, finish, cached, stamp in message["outputs"]:
                     self._deliver(request, token, logprob, finish, cached, stamp)
             elif "stopped" in message:
                 self._ended.add(rank)
+                self._left += message.get("left", [])
                 if len(self._ended) == self.world.size:
                     self._stopped.set()
             else:
@@ -430,7 +442,8 @@ class Engine:
         if self._error is not None:
             return
         launcher.send([{"where": True}] * self.world.size)
-        await asyncio.sleep(WHERE_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._told.wait(), WHERE_S)
         report = partial(stall.found, self._stall.timeout_s, self._record, launcher.pulse, self._waits)
         self._failed(await asyncio.to_thread(report, len(self._turns), self._spec))
 
@@ -470,19 +483,6 @@ class Engine:
 
 def _absolute(path: str | Path) -> str:
     return os.path.abspath(path)
-
-
-def spec(policy: str, config: dict[str, Any] | None) -> str:
-    """A policy spec with its options written into it. Raises UsageError for what is no text."""
-    if not isinstance(policy, str):
-        raise UsageError(f"policy={policy!r}: must be a name or path/file.py:Class, as text")
-    if not config:
-        return policy
-    options = ",".join(
-        f"{key}={'+'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
-        for key, value in config.items()
-    )
-    return f"{policy}:{options}"
 
 
 def versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ waits for something, or leaves the process, the command ends with a line about i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernel.errors import UsageError
 from kernel.sched import registry
@@ -32,3 +32,16 @@ def check(spec: str, limits: Limits, seconds: float | None = None) -> None:
             f"policy {spec}: {found.where} does not return while the policy is imported or made (for {seconds:g} s):"
             " it waits or loops there, and an import must do neither"
         )
+
+
+def spec(policy: str, config: dict[str, Any] | None) -> str:
+    """A policy spec with its options written into it. Raises UsageError for what is no text."""
+    if not isinstance(policy, str):
+        raise UsageError(f"policy={policy!r}: must be a name or path/file.py:Class, as text")
+    if not config:
+        return policy
+    options = ",".join(
+        f"{key}={'+'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+        for key, value in config.items()
+    )
+    return f"{policy}:{options}"

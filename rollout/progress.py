@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):  # a terminal that was closed meanwhile takes nothing from the run
+                self._bar.stop()
 
     def begin(self, label: str, requests: int) -> None:
         """A run of `requests` turns starts; `label` says which."""

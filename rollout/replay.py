@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kernel import files
 from kernel.errors import TurnstileError, UsageError
 from kernel.request import SamplingParams
 from rollout.trace.shape import new_tokens
@@ -142,10 +143,16 @@ class Sink:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a requests.jsonl. Raises UsageError naming file and line."""
-    with path.open("rb") as file:
+    try:
+        opened = os.fdopen(files.open_regular(path), "rb")
+    except OSError as error:
+        raise UsageError(f"{path}: it cannot be read ({error.strerror}): put the run's own back") from None
+    with opened as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line.decode())
+                if not isinstance(record, dict):
+                    raise TypeError("it must be a JSON object")
                 lists = {name: tuple(record[name]) for name in ("token_ns", "tokens") if name in record}
                 row = Row(**(record | lists))
                 for name, kinds in _KINDS.items():

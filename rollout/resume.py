@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LARGEST: Final = 16 << 20
 """Bytes of a run.json."""
+MOST_ROWS: Final = 16 << 30
+"""Bytes of a requests.jsonl."""
 SAME: Final = ("world", "device", "device_options", "policies", "trace", "repeat", "max_concurrency", "kv_tokens",
                "prefill_tokens", "rows", "model_sha256")  # fmt: skip
 """Entries of run.json that must not change."""
@@ -96,9 +98,15 @@ def _comparable(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def rows(path: Path) -> list[Row]:
     """The rows of a requests.jsonl, less a last line that was cut off. Raises UsageError on any other that is none."""
-    if not path.exists():
+    try:
+        data = files.read(path, MOST_ROWS)
+    except FileNotFoundError:
         return []
-    data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--resume: {path} cannot be read ({error.strerror}): put the run's own back, or start anew with another"
+            " --out"
+        ) from None
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         write(path, whole)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rollout.report.files import slug
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from models.config import DecoderConfig
@@ -42,3 +45,17 @@ class Campaign:
     """Keeps other runs out of the directory."""
     made: tuple[Path, ...] = ()
     """Directories that were made for it, the innermost first."""
+
+
+def runs_of(policies: Sequence[str], repeat: int, out: Path) -> tuple[Run, ...]:
+    """Repeats outermost. A lone run keeps its record in `out/record`, several keep theirs in a folder each."""
+    runs = []
+    for number in range(repeat):
+        for at, policy in enumerate(policies):
+            name = slug(policy)
+            if [slug(each) for each in policies].count(name) > 1:
+                name = f"{name}-{at}"
+            several = len(policies) * repeat > 1
+            folder = out / (f"{name}-{number}" if repeat > 1 else name) if several else out
+            runs.append(Run(policy, number, folder))
+    return tuple(runs)

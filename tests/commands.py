@@ -14,6 +14,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[1]
+LINGERS = """
+import asyncio
+import os
+from kernel.sched.fine import Fine
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+def turns():
+    try:
+        with open(os.path.join(HERE, 'run', 'requests.jsonl'), 'rb') as rows:
+            return rows.read().count(b'\\n')
+    except OSError:
+        return 0
+
+class Lingers(Fine):
+    late = 0
+
+    async def turn(self, gate):
+        if turns() >= TURNS and not os.path.exists(os.path.join(HERE, 'cured')):
+            self.late += 1
+            await asyncio.sleep(0.02 * self.late)
+        await super().turn(gate)
+"""
 
 
 @contextmanager
@@ -29,6 +52,13 @@ def rollout(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def lingering(folder: Path, turns: int = 3) -> tuple[str, str]:
+    """Arguments for a policy under which the run in `folder/run` goes slower from round to round once it has done some
+    turns, until `folder/cured` is there: whoever hits it in the middle is not too late, however slow the machine."""
+    (folder / "lingers.py").write_text(LINGERS.replace("TURNS", str(turns)))
+    return "--policy", f"{folder / 'lingers.py'}:Lingers"
 
 
 def until(true: Callable[[], Any], timeout_s: float = 120.0) -> Any:

@@ -157,6 +157,45 @@ POLICIES = """
             self.task = asyncio.ensure_future(end())
             await super().turn(gate)
 
+    async def fails():
+        await asyncio.sleep(0)
+        raise ValueError("in my task")
+
+    class Drops(Fine):
+        name = "drops"
+
+        async def turn(self, gate):
+            asyncio.ensure_future(fails())
+            await super().turn(gate)
+
+    class Calls(Fine):
+        name = "calls"
+
+        async def turn(self, gate):
+            asyncio.get_running_loop().call_soon(self.failing)
+            await super().turn(gate)
+
+        def failing(self):
+            raise ValueError("in my callback")
+
+    class Holds(Fine):
+        name = "holds"
+
+        async def turn(self, gate):
+            self.task = getattr(self, "task", None) or asyncio.ensure_future(fails())
+            await super().turn(gate)
+
+    class LooksAfter(Fine):
+        name = "looks_after"
+
+        async def turn(self, gate):
+            try:
+                await asyncio.ensure_future(fails())
+            except ValueError:
+                pass
+            await asyncio.gather(fails(), return_exceptions=True)
+            await super().turn(gate)
+
     class Stops(Fine):
         name = "stops"
 

@@ -14,6 +14,7 @@ from kernel.topology import World
 from models.tiny import write_checkpoint
 from rollout.engine import Engine
 from rollout.ranks import worker
+from tests.commands import rollout
 from tests.failing_policies import POLICIES
 from verify.blame import Class
 from verify.hang.diagnosis import diagnose_found
@@ -57,6 +58,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Bases", PolicyError, r"policy bases failed: Bases\.turn at \S+policies\.py:\d+: Odd: hm \(rank \d"),
         ("BasesPlan", PolicyError, r"failed: BasesPlan\.decode_now at \S+policies\.py:\d+: Odd: plan \(rank \d, round"),
         ("InterruptsLater", PolicyError, r"InterruptsLater\.turn\.<locals>\.end at \S+:\d+: KeyboardInterrupt \(rank"),
+        ("Drops", PolicyError, r"policy drops failed: fails at \S+policies\.py:\d+: ValueError: in my task \(rank \d"),
+        ("Calls", PolicyError, r"policy calls failed: Calls\.failing at \S+:\d+: ValueError: in my callback \(rank \d"),
         ("Stops", PolicyError, r"failed: Stops\.turn \(\S+:\d+\): RuntimeError: Event loop stopped before .* \(rank"),
         ("CancelsAll", PolicyError, r"failed: CancelsAll\.turn \(\S+:\d+\) may have cancelled tasks .* \(rank \d"),
         ("Cancels", PolicyError, r"policy cancels failed: Cancels\.turn at \S+:\d+: CancelledError \(rank \d"),
@@ -83,6 +86,43 @@ async def test_a_policy_that_breaks_the_rules_stops_the_run(
     with pytest.raises(error, match=text) as caught:
         await run()
     assert "\n" not in str(caught.value)
+
+
+async def test_a_task_that_a_policy_holds_and_does_not_look_at_fails_when_its_time_is_over(
+    checkpoint: Path, nursery: Nursery
+) -> None:
+    def spec(name: str) -> str:
+        return f"{checkpoint / 'policies.py'}:{name}"
+
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    says = r"policy holds failed: fails at \S+policies\.py:\d+: ValueError: in my task \(rank \d, round \d"
+    with pytest.raises(PolicyError, match=says):
+        async with Engine(checkpoint, WORLD, policy=spec("Holds"), nursery=nursery) as engine:
+            assert len((await engine.generate([3, 4, 5], params)).tokens) == 6
+
+    async def swap() -> None:
+        async with Engine(checkpoint, WORLD, policy=spec("Holds"), nursery=nursery) as engine:
+            await engine.generate([3, 4, 5], params)
+            await engine.use_policy("fine")
+
+    with pytest.raises(PolicyError, match=says):
+        await swap()
+    async with Engine(checkpoint, WORLD, policy=spec("LooksAfter"), nursery=nursery) as engine:
+        assert len((await engine.generate([3, 4, 5], params)).tokens) == 6
+        await engine.use_policy("fine")
+        assert len((await engine.generate([3, 4, 5], params)).tokens) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["Drops", "Calls", "Holds"])
+def test_what_a_policy_s_own_task_raises_is_one_line_of_the_command(
+    policy: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    small = ("--world", "2", "--adp", "1", "--ep", "1", "--fraction", "0.02", "--turns", "2", "--length-scale", "0.02")
+    with rollout(tmp_path / "o", "--policy", f"{checkpoint / 'policies.py'}:{policy}", *small) as run:
+        stdout, stderr = run.communicate(timeout=300)
+    assert (run.returncode, stdout, stderr.count("\n")) == (1, "", 1), stderr
+    assert "ValueError: in my " in stderr
 
 
 @pytest.mark.slow

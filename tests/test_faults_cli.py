@@ -15,7 +15,7 @@ from kernel.errors import UsageError
 from kernel.record import read_run
 from rollout.replay import read_rows
 from tests import commands
-from tests.commands import until
+from tests.commands import lingering, until
 
 if TYPE_CHECKING:
     import subprocess
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 ARGUMENTS = (
     "--fraction", "0.08", "--turns", "4", "--length-scale", "0.08", "--time-scale", "0", "--prefill-tokens", "64",
-    "--world", "2", "--adp", "2", "--ep", "2", "--rank-timeout", "3", "--json",
+    "--world", "2", "--adp", "2", "--ep", "2", "--rank-timeout", "6", "--json",
 )  # fmt: skip
 
 Key = tuple[str, int]
@@ -85,6 +85,7 @@ FAULTS: dict[str, tuple[bool, signal.Signals, int, str]] = {
     "the launcher is killed": (False, signal.SIGKILL, -9, ""),
     "Ctrl-C": (False, signal.SIGINT, 130, "turnstile: interrupted: "),
     "SIGTERM": (False, signal.SIGTERM, 130, "turnstile: interrupted: "),
+    "SIGHUP": (False, signal.SIGHUP, 130, "turnstile: interrupted: "),
 }
 
 
@@ -93,8 +94,8 @@ def test_what_is_done_is_kept_and_the_rest_gives_the_same_tokens(
     fault: str, undisturbed: dict[Key, tuple[int, ...]], tmp_path: Path
 ) -> None:
     of_rank, number, code, says = FAULTS[fault]
-    out = tmp_path / "run"
-    with rollout(out) as run:
+    out, policy = tmp_path / "run", lingering(tmp_path)
+    with rollout(out, *policy) as run:
         until(lambda: lines(out) >= 3 or run.poll() is not None)
         ranks = until(lambda: processes(out))
         os.kill(ranks[1] if of_rank else run.pid, number)
@@ -108,7 +109,8 @@ def test_what_is_done_is_kept_and_the_rest_gives_the_same_tokens(
     assert 3 <= len(kept) < len(undisturbed), "it was hit in the middle"
     for name in () if number == signal.SIGKILL and not of_rank else ("report.json", "run.json"):
         assert json.loads((out / name).read_text())["status"] == ("interrupted" if code == 130 else "failed")
-    with rollout(out, "--resume") as again:
+    (tmp_path / "cured").touch()
+    with rollout(out, *policy, "--resume") as again:
         stdout, stderr = again.communicate(timeout=300)
     assert (again.returncode, stderr) == (0, "")
     found = rows(out)

@@ -24,7 +24,7 @@ from rollout.ranks import nursery
 from rollout.report import files as report_files
 from rollout.trace import read as trace
 from rollout.trace.trajectory import Trajectory, Turn
-from tests.commands import until
+from tests.commands import lingering, until
 from tests.test_faults_cli import lines, rollout, rows
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def with_nursery(run: subprocess.Popen[str]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_has_hardly_begun_ends_at_the_first_signal(number: signal.Signals, tmp_path: Path) -> None:
-    with rollout(tmp_path / "run") as run:
+    with rollout(tmp_path / "run", *lingering(tmp_path)) as run:
         until(lambda: with_nursery(run))
         run.send_signal(number)
         stdout, stderr = run.communicate(timeout=120)
@@ -113,7 +113,7 @@ def test_a_run_that_is_told_to_end_again_and_again_ends_as_if_told_once(
     number: signal.Signals, pause_s: float, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    with rollout(out) as run:
+    with rollout(out, *lingering(tmp_path)) as run:
         until(lambda: lines(out) >= 3)
         while run.poll() is None:
             run.send_signal(number)
@@ -126,11 +126,11 @@ def test_a_run_that_is_told_to_end_again_and_again_ends_as_if_told_once(
 
 @pytest.mark.slow
 def test_a_directory_has_one_run_at_a_time_and_one_model(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with rollout(out) as run:
+    out, policy = tmp_path / "run", lingering(tmp_path)
+    with rollout(out, *policy) as run:
         until(lambda: lines(out) >= 3)
         run.send_signal(signal.SIGSTOP)  # it is not to be through before the second one has looked
-        with rollout(out, "--resume") as second:
+        with rollout(out, *policy, "--resume") as second:
             said = second.communicate(timeout=120)[1]
         run.send_signal(signal.SIGCONT)
         assert (second.returncode, said.count("\n")) == (2, 1)
@@ -139,7 +139,7 @@ def test_a_directory_has_one_run_at_a_time_and_one_model(tmp_path: Path) -> None
         run.communicate(timeout=120)
     done = rows(out)
     other = write_checkpoint(tmp_path / "other", seed=99)
-    with rollout(out, "--resume", "--model", str(other)) as again:
+    with rollout(out, *policy, "--resume", "--model", str(other)) as again:
         said = again.communicate(timeout=120)[1]
     assert (again.returncode, said.count("\n")) == (2, 1)
     assert "model_sha256" in said

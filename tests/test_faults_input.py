@@ -69,11 +69,11 @@ def test_a_policy_whose_import_does_not_end(
 ) -> None:
     file, out = tmp_path / "mine.py", tmp_path / "out"
     file.write_text(text)
-    monkeypatch.setattr("verify.trial.supervise.SILENCE_S", 0.3)
+    monkeypatch.setattr("verify.trial.supervise.SILENCE_S", 1.0)
     assert cli.main(["rollout", "--policy", f"{file}:Mine", "--out", str(out)]) == 2
     written, err = capfd.readouterr()
     assert (written, err.count("\n")) == ("", 1)
-    assert re.search(rf"policy {file}:Mine: \S*/mine\.py:{line} does not return .* \(for 0\.3 s\)", err)
+    assert re.search(rf"policy {file}:Mine: \S*/mine\.py:{line} does not return .* \(for 1 s\)", err)
     assert not out.exists()
 
 
@@ -81,7 +81,7 @@ INSTALLED = """
 import sys, sysconfig, verify.trial.supervise
 paths = {**sysconfig.get_paths(), "purelib": sys.argv.pop(1)}
 sysconfig.get_paths = lambda *given, **named: paths
-verify.trial.supervise.SILENCE_S = 1.0
+verify.trial.supervise.SILENCE_S = 2.0
 from rollout.cli import main
 sys.exit(main(sys.argv[1:]))
 """

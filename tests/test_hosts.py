@@ -90,9 +90,9 @@ def test_a_rank_that_stops_while_the_exchange_is_built_is_alone_to_blame(
     (tmp_path / "site" / "sitecustomize.py").write_text(STOPS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
     ended = torchrun(2, "turnstile", "rollout", "--world", "2", "--adp", "2", "--ep", "2", "--exchange", "gloo",
-                     "--rank-timeout", "3", "--out", str(tmp_path / "run"),
+                     "--rank-timeout", "6", "--out", str(tmp_path / "run"),
                      "--length-scale", "0.02", "--fraction", "0.03")  # fmt: skip
     assert ended.returncode != 0
     said = [line for line in ended.stderr.splitlines() if line.startswith("turnstile: ")]
     assert said, ended.stderr
-    assert said[0].startswith("turnstile: rank 1 at 127.0.0.1 has not answered for 3 s")
+    assert said[0].startswith("turnstile: rank 1 at 127.0.0.1 has not answered for 6 s")

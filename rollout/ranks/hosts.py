@@ -13,11 +13,12 @@ import secrets
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kernel.comm.tcp_link import keep_alive
 from kernel.errors import RankLost, UsageError
-from rollout.ranks import wire, words
+from rollout.ranks import orphans, wire, words
 from rollout.ranks.nursery import search_path
 from rollout.ranks.pulse import AWAY_S, Pulse
 from rollout.ranks.torchrun import Place, store_at
@@ -108,6 +109,7 @@ class HostsLauncher:
                 self._own.kill()
                 await self._own.wait()
             codes.append(self._own.returncode or 0)
+            orphans.end(partial(orphans.of_sessions, {self._own.pid}))
         for task in self._tasks:
             task.cancel()
         for writer in self._writers.values():

@@ -1,7 +1,8 @@
 """Where a host's ranks are born: one process that has imported torch and the models, and forks a rank for each request.
 
 Four ranks so cost one import instead of four, and an engine started later costs none. The nursery never runs a thread
-or a device call before it forks. It ends when its owner does, and its ranks end when their control sockets close.
+or a device call before it forks. It ends when its owner does, and its ranks end when their control sockets close. What
+a rank leaves behind comes to it and is ended (`orphans`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from kernel.errors import UsageError
-from rollout.ranks import pulse
+from rollout.ranks import orphans, pulse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +38,13 @@ END_S: Final = 15.0
 
 
 class Child:
-    """A rank's process. `wait` gives its exit code, negative for a signal."""
+    """A rank's process. `wait` gives its exit code, negative for a signal. told: the nursery has told of its end, and
+    has ended what it left."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.told = False
         self._status = status
         self._waiter: asyncio.Task[int] | None = None
 
@@ -58,7 +62,8 @@ class Child:
             while len(data) < 4 and (more := await loop.sock_recv(self._status, 4)):
                 data += more
         self._status.close()
-        self.returncode = struct.unpack("<i", data)[0] if len(data) == 4 else 1
+        self.told = len(data) == 4
+        self.returncode = struct.unpack("<i", data)[0] if self.told else 1
         return self.returncode
 
     def abandon(self) -> None:
@@ -97,6 +102,7 @@ class Nursery:
         self._socket = ours
         self._turn = asyncio.Lock()
         self._asked = False
+        self._children: list[Child] = []
 
     async def spawn(self, fds: Sequence[int]) -> Child:
         """Fork a rank that inherits `fds` (the first is its control socket) under the same numbers.
@@ -133,7 +139,9 @@ class Nursery:
             ours.close()
             raise UsageError(f"ranks cannot be started: their process ended with code {self._process.wait()}")
         ours.setblocking(False)
-        return Child(struct.unpack("<i", answer)[0], ours)
+        child = Child(struct.unpack("<i", answer)[0], ours)
+        self._children = [each for each in self._children if not each.told] + [child]
+        return child
 
     async def _answer(self, loop: asyncio.AbstractEventLoop) -> bytes:
         """What the nursery says. Raises UsageError when it is silent for too long, and ends it: an answer that comes
@@ -169,6 +177,9 @@ class Nursery:
         except subprocess.TimeoutExpired:  # stopped, perhaps
             self._process.kill()
             self._process.wait()
+        if self._process.returncode != 0 and (untold := {each.pid for each in self._children if not each.told}):
+            orphans.end(partial(orphans.of_sessions, untold))  # what else they left came to nobody
+        self._children = []
 
     def __enter__(self) -> Self:
         return self
@@ -222,7 +233,8 @@ def _serve(control: socket.socket) -> None:
                         wakeup.recv(4096)
                     _reap(children)
                 elif not _fork(control, children, (selector, wakeup, ring)):
-                    return _end(children)
+                    _end(children)
+                    return orphans.end(partial(orphans.adopted, (), ()))
 
 
 def _end(children: dict[int, socket.socket]) -> None:
@@ -235,6 +247,11 @@ def _end(children: dict[int, socket.socket]) -> None:
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for _ in range(100):
+        _reap(children)
+        if not children:
+            return
+        time.sleep(0.02)
 
 
 def _fork(control: socket.socket, children: dict[int, socket.socket], ours: tuple[object, ...]) -> bool:
@@ -299,6 +316,7 @@ def _reap(children: dict[int, socket.socket]) -> None:
         if pid == 0:
             return
         if (told := children.pop(pid, None)) is not None:
+            orphans.end(partial(orphans.adopted, children, {pid}))
             with suppress(OSError):
                 told.sendall(struct.pack("<i", os.waitstatus_to_exitcode(status)))
             told.close()
@@ -307,6 +325,7 @@ def _reap(children: dict[int, socket.socket]) -> None:
 def main() -> None:
     """Entry point of the forking process."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    orphans.adopt()
     import torch  # noqa: F401
     import uvloop  # noqa: F401
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NAME: Final = "turnstile stack"
-PATIENCE_S: Final = 0.5
+PATIENCE_S: Final = 3.0
+"""For a process to answer that shares its core with many; one in the middle of a system call never does."""
 _FRAME: Final = re.compile(r'File "([^"]+)", line (\d+) in (.+)')
 
 

@@ -31,6 +31,8 @@ from kernel.sched.policy import Limits, Policy
 from kernel.topology import World
 from rollout.ranks import exchange, faults, heap, standing, wire, words
 from rollout.ranks.heart import Heart
+from rollout.ranks.orphans import Offspring
+from rollout.ranks.strays import Strays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,7 +47,7 @@ GRACE_S: Final = 2.0
 STOPS: Final = 100
 """How often a policy may have stopped the loop before the rank gives up saying why."""
 _left: Final[list[BaseException]] = []
-"""With what a task that is none of ours left the loop: a policy may have started one."""
+"""With what a task that is none of ours left the loop, or ended: a policy may have started one."""
 
 
 class Outbox:
@@ -100,8 +102,8 @@ class Gap:
         self._handle.cancel()
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Run one rank; its exit code."""
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, offspring: Offspring) -> int:
+    """Run one rank; its exit code. offspring: what its policies start."""
     config = await wire.read(reader)
     if config is None:
         return 1
@@ -124,8 +126,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
         outbox.send({"failed": type(error).__name__, "message": f"rank {config['rank']}: {error!r}", "trace": trace})
         code = 1
     else:
-        outbox.send({"stopped": config["rank"]})
+        outbox.send({"stopped": config["rank"], "left": offspring.end()})
         code = 0
+    offspring.end()
     heart.close()
     await words.part(reader, writer)
     return code
@@ -160,6 +163,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     journal = Journal(open_record(config["record"], config["policy"]))
 
     def use_policy(entry: UsePolicy) -> Policy:
+        strays.check(f"rank {rank}, round {journal.round}")
         policy = registry.create(entry.spec, limits)
         journal.switch(open_record(entry.record, entry.spec))
         return policy
@@ -202,9 +206,16 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
     end_device = device.close if cuda else None
     main = asyncio.current_task()
     assert main is not None
+
+    def fail(error: BaseException) -> None:
+        _left.append(error)
+        main.cancel()
+
+    strays = Strays(lambda: engine.policy, fail)
     listener = asyncio.create_task(_listen(reader, inbox, heart, link.abort, end_device, main), name="control")
     try:
         await engine.run()
+        strays.check(f"rank {rank}, round {journal.round}")
         if quiet is not None:
             quiet.check()
         link.ended(None)
@@ -228,6 +239,7 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         link.ended(error)
         raise
     finally:
+        strays.close()
         listener.cancel()
         await asyncio.wait([listener])  # until it has, nobody else may read
         gap.close()
@@ -306,11 +318,12 @@ def run_loop(how: str) -> int:
 
     heap.keep_pages()
     standing.offer()
+    offspring = Offspring()
     # A stream thread that holds the interpreter would otherwise keep the loop waiting for 5 ms at a time.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_connected(how))
+            return runner.run(_connected(how, offspring))
         except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
             # The last: the loop was stopped. No Ctrl-C comes to a rank, which has a session of its own.
             # What is left is now cancelled, and `_run` says why.
@@ -331,15 +344,15 @@ def _let_end(loop: asyncio.AbstractEventLoop) -> None:
             return
 
 
-async def _connected(how: str) -> int:
+async def _connected(how: str, offspring: Offspring) -> int:
     if how == "join":
         from rollout.ranks.torchrun import join, place
 
         here = place()
         if here is None:
             raise UsageError("`rollout.ranks.worker join` is for torchrun, which did not start this process")
-        return await serve(*await join(here))
-    return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=int(how))))
+        return await serve(*await join(here), offspring)
+    return await serve(*await asyncio.open_connection(sock=socket.socket(fileno=int(how))), offspring)
 
 
 if __name__ == "__main__":

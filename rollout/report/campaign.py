@@ -16,6 +16,9 @@ from rollout.report import tables as report
 from verify.intervals import intervals
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from rollout.report.metrics import Metrics
     from rollout.runs import Campaign, Run
 
@@ -29,7 +32,7 @@ def measure(campaign: Campaign, *, records: bool) -> dict[str, Any]:
         if not run.rows and not records:
             continue  # never reached
         if records:
-            _read_record(run)
+            read_record(run)
         metrics = report_metrics.measure(run.rows, turns) | lanes.measure(run.intervals)
         policies.setdefault(run.policy, []).append(metrics)
         each_run.append({"policy": run.policy, "repeat": run.repeat, **metrics})
@@ -41,7 +44,8 @@ def measure(campaign: Campaign, *, records: bool) -> dict[str, Any]:
     return measured
 
 
-def _read_record(run: Run) -> None:
+def read_record(run: Run) -> None:
+    """Fill in a run's intervals; a line on stderr where its record has none, or not all."""
     try:
         recordings = read_run(run.folder)
     except UsageError:
@@ -56,19 +60,24 @@ def _read_record(run: Run) -> None:
         )
 
 
-def draw(campaign: Campaign) -> None:
-    """Write completion.png and, for each policy with a record, lanes-<policy>.png of its first repeat."""
-    turns = {each.id: len(each.turns) for each in campaign.trajectories}
+def draw(runs: Sequence[Run], turns: Mapping[str, int], title: str, out: Path) -> list[str]:
+    """Write completion.png and, for each policy with a record, lanes-<policy>.png of its first repeat; their names.
+
+    turns: how many each trajectory has. Every figure is written whole or not at all.
+    """
+    written = []
     done: dict[str, tuple[list[float], list[float]]] = {}
-    for run in campaign.runs:
+    for run in runs:
         good = [row for row in run.rows if not row.failed]
         requests, trajectories = done.setdefault(run.policy, ([], []))
         requests += map(report_metrics.request_s, good)
         trajectories += report_metrics.completions(good, turns)
-        if run.repeat == 0 and (picture := plots.lanes(run.intervals, run.policy, campaign.title)):
-            name = run.folder.name if run.folder != campaign.out else report_files.slug(run.policy)
-            report_files.write(campaign.out / f"lanes-{name.removesuffix('-0')}.png", picture)
-    report_files.write(campaign.out / "completion.png", plots.completion(done, campaign.title))
+        if run.repeat == 0 and (picture := plots.lanes(run.intervals, run.policy, title)):
+            name = run.folder.name if run.folder != out else report_files.slug(run.policy)
+            written.append(f"lanes-{name.removesuffix('-0')}.png")
+            report_files.write(out / written[-1], picture)
+    report_files.write(out / "completion.png", plots.completion(done, title))
+    return [*written, "completion.png"]
 
 
 def show(campaign: Campaign, measured: dict[str, Any]) -> int:
