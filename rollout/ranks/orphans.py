@@ -171,7 +171,7 @@ def command(pid: int) -> str:
 
 def site(frame: FrameType | None) -> str:
     """`/home/me/calm.py:14 in turn`: the innermost frame that is neither ours nor a library's; "" for none."""
-    from verify.trial.guard import foreign
+    from verify.sources import foreign
 
     while frame is not None:
         code = frame.f_code

@@ -42,7 +42,7 @@ class Strays:
     def _is_policys(self, error: BaseException) -> bool:
         if hooks.line_in(error, type(self._policy())):
             return True
-        from verify.trial.guard import foreign
+        from verify.sources import foreign
 
         trace = error.__traceback__
         while trace is not None:
