@@ -28,7 +28,7 @@ from kernel.sched import registry
 from kernel.sched.policy import MOST_ROWS, Limits
 from kernel.topology import World
 from models.native import build as kernels
-from rollout import stall
+from rollout import stall, typed
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.policies import spec
 from rollout.ranks import exchange, gpus, host_memory, last_words, memory, wire
@@ -89,6 +89,8 @@ class Engine:
         rank_timeout_s: float = RANK_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
+        typed.check(model=model, world=world, policy_config=policy_config, device=device, out=out, compiled=compiled)
+        typed.check(nursery=nursery, exit_s=exit_s, rank_timeout_s=rank_timeout_s, stall_timeout_s=stall_timeout_s)
         options = DeviceOptions(device) if isinstance(device, str) else device
         options = options if dtype is None else replace(options, dtype=dtype)
         options = options if compiled is None else replace(options, compiled=compiled)
@@ -283,6 +285,7 @@ class Engine:
 
         Raises UsageError for a policy that cannot be used.
         """
+        typed.check(policy_config=config, record=record)
         new = spec(policy, config)
         registry.create(new, self._limits)
         while self._turns:
@@ -298,6 +301,7 @@ class Engine:
         KV kept between turns is dropped. Raises UsageError, and goes on with the old weights, for a checkpoint of
         another shape, or that is cut off, incomplete, or holds NaN as this host sees it.
         """
+        typed.check(path=path)
         if models.read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
         # A caller that gives up must not leave the turns paused: the ranks load the weights all the same.
@@ -308,6 +312,7 @@ class Engine:
 
     def abort(self, error: TurnstileError) -> None:
         """End everything at once with this error: turns in flight raise it, and so does leaving the engine."""
+        typed.check(error=error)
         self._failed(error)
 
     # -- inside -------------------------------------------------------------------------------------------------
