@@ -9,7 +9,6 @@ async with Engine("path/to/checkpoint", World(4, adp=2, ep=4), policy="fine") as
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import time
 from contextlib import suppress
@@ -305,7 +304,7 @@ class Engine:
         if models.read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
         # A caller that gives up must not leave the turns paused: the ranks load the weights all the same.
-        update = asyncio.create_task(self._update(_absolute(path)), name="update weights")
+        update = asyncio.create_task(self._update(str(Path(path).absolute())), name="update weights")  # noqa: ASYNC240
         self._updates.add(update)
         update.add_done_callback(self._updates.discard)
         await asyncio.shield(update)
@@ -484,10 +483,6 @@ class Engine:
             raise self._error
         if self._launcher is None or self._closed:
             raise UsageError("the engine is not open: use it inside `async with Engine(...) as engine`")
-
-
-def _absolute(path: str | Path) -> str:
-    return os.path.abspath(path)
 
 
 def versions() -> dict[str, str]:
