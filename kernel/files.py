@@ -9,15 +9,21 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 PIPE_S: Final = 60.0
 """For the first byte of a pipe: one that nobody writes to would be waited for without end."""
+SILENT_S: Final = 1.0
+"""Of them without a word."""
 _PART: Final = 1 << 20
 
 
-def open_regular(path: Path, *, pipe: bool = False) -> int:
-    """A descriptor of a regular file, or of a pipe where it may be one. Raises OSError for any other."""
+def open_regular(path: Path, *, pipe: bool = False, waits: Callable[[str], object] | None = None) -> int:
+    """A descriptor of a regular file, or of a pipe where it may be one. Raises OSError for any other.
+
+    waits: is told, in a clause, of a pipe that has to be waited for.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)  # a pipe would block here
     except ValueError as error:  # a zero byte in its name
@@ -29,7 +35,10 @@ def open_regular(path: Path, *, pipe: bool = False) -> int:
         if stat.S_ISFIFO(mode):
             waiting = select.poll()
             waiting.register(fd, select.POLLIN)
-            if not waiting.poll(PIPE_S * 1000):
+            came = waiting.poll(min(SILENT_S, PIPE_S) * 1000)
+            if not came and waits is not None:
+                waits(f"a pipe to which nobody has written yet, waiting for at most {PIPE_S:g} s")
+            if not came and not waiting.poll((PIPE_S - min(SILENT_S, PIPE_S)) * 1000):
                 raise OSError(errno.ETIMEDOUT, f"a pipe that nobody wrote to for {PIPE_S:g} s")
         os.set_blocking(fd, True)
     except BaseException:
@@ -38,10 +47,10 @@ def open_regular(path: Path, *, pipe: bool = False) -> int:
     return fd
 
 
-def read(path: Path, most: int, *, pipe: bool = False) -> bytes:
+def read(path: Path, most: int, *, pipe: bool = False, waits: Callable[[str], object] | None = None) -> bytes:
     """All of a regular file of at most `most` bytes. Raises OSError, whose strerror says why, for any other."""
     parts, size = [], 0
-    with os.fdopen(open_regular(path, pipe=pipe), "rb", buffering=0) as file:
+    with os.fdopen(open_regular(path, pipe=pipe, waits=waits), "rb", buffering=0) as file:
         while part := file.read(_PART):
             parts.append(part)
             size += len(part)

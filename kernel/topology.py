@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from kernel.errors import UsageError
+from kernel.request import whole
 
 
 class Role(StrEnum):
@@ -58,6 +59,8 @@ class World:
     exchange: str = "none"
 
     def __post_init__(self) -> None:
+        for name in ("size", "adp", "ep"):
+            object.__setattr__(self, name, whole(getattr(self, name), name))
         if self.size < 1:
             raise UsageError(f"--world {self.size}: a world has at least one rank")
         for flag, width in (("--adp", self.adp), ("--ep", self.ep)):

@@ -60,6 +60,10 @@ MOST_EVENTS: Final = 1 << 18
 def main(command: str, argv: Sequence[str]) -> int:
     """Run `turnstile rollout` or `turnstile compare`; 0, or 1 when turns ended early. Raises TurnstileError."""
     options = parse(command, argv)
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current directory is gone: change into one that is there, and start again") from None
     os.umask(0o077)  # what a run leaves is its user's
     source = read_trace(options.trace)
     before: dict[int, Any] = {}

@@ -9,7 +9,6 @@ async with Engine("path/to/checkpoint", World(4, adp=2, ep=4), policy="fine") as
 from __future__ import annotations
 
 import asyncio
-import os
 import platform
 import time
 from contextlib import suppress
@@ -28,7 +27,7 @@ from kernel.sched import registry
 from kernel.sched.policy import MOST_ROWS, Limits
 from kernel.topology import World
 from models.native import build as kernels
-from rollout import stall
+from rollout import stall, typed
 from rollout.device import CPU_KV_TOKENS, DeviceOptions
 from rollout.policies import spec
 from rollout.ranks import exchange, gpus, host_memory, last_words, memory, wire
@@ -89,6 +88,8 @@ class Engine:
         rank_timeout_s: float = RANK_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
+        typed.check(model=model, world=world, policy_config=policy_config, device=device, out=out, compiled=compiled)
+        typed.check(nursery=nursery, exit_s=exit_s, rank_timeout_s=rank_timeout_s, stall_timeout_s=stall_timeout_s)
         options = DeviceOptions(device) if isinstance(device, str) else device
         options = options if dtype is None else replace(options, dtype=dtype)
         options = options if compiled is None else replace(options, compiled=compiled)
@@ -283,6 +284,7 @@ class Engine:
 
         Raises UsageError for a policy that cannot be used.
         """
+        typed.check(policy_config=config, record=record)
         new = spec(policy, config)
         registry.create(new, self._limits)
         while self._turns:
@@ -298,16 +300,18 @@ class Engine:
         KV kept between turns is dropped. Raises UsageError, and goes on with the old weights, for a checkpoint of
         another shape, or that is cut off, incomplete, or holds NaN as this host sees it.
         """
+        typed.check(path=path)
         if models.read_config(path) != self.config:
             raise UsageError(f"{path}: its config differs from {self.model}'s: weights are updated in place only")
         # A caller that gives up must not leave the turns paused: the ranks load the weights all the same.
-        update = asyncio.create_task(self._update(_absolute(path)), name="update weights")
+        update = asyncio.create_task(self._update(str(Path(path).absolute())), name="update weights")  # noqa: ASYNC240
         self._updates.add(update)
         update.add_done_callback(self._updates.discard)
         await asyncio.shield(update)
 
     def abort(self, error: TurnstileError) -> None:
         """End everything at once with this error: turns in flight raise it, and so does leaving the engine."""
+        typed.check(error=error)
         self._failed(error)
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -479,10 +483,6 @@ class Engine:
             raise self._error
         if self._launcher is None or self._closed:
             raise UsageError("the engine is not open: use it inside `async with Engine(...) as engine`")
-
-
-def _absolute(path: str | Path) -> str:
-    return os.path.abspath(path)
 
 
 def versions() -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernel.errors import TurnstileError, UsageError
 from kernel.inbox import Abort
 from kernel.request import Request, SamplingParams, whole
+from rollout import typed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Sequence
@@ -135,6 +137,9 @@ class Session:
             raise UsageError(f"session {self.id}: its last turn has not ended; await it, or open another session")
         if self._closed:
             raise UsageError(f"session {self.id} was closed: open another one")
+        typed.check(params=params)
+        if isinstance(prompt, str | Mapping) or not isinstance(prompt, Iterable):
+            raise UsageError(f"prompt={prompt!r:.60}: must be a sequence of token ids")
         ids = tuple(whole(token, "token id") for token in prompt)
         self._turn = self._engine._submit(self, ids, params or SamplingParams())
         return self._turn

@@ -65,6 +65,9 @@ def directory(out: Path | None, *, resume: bool = False, made: list[Path] | None
         )
     if resume and not begun:
         raise UsageError(f"--resume: {path} holds no run (run.json): name its directory with --out")
+    if (file := next((each for each in (*reversed(path.parents), path) if each.exists() and not each.is_dir()), None)):
+        what = "it is a file" if file == path else f"{file} above it is a file"
+        raise UsageError(f"--out {path}: {what}: choose a directory that can be written")
     try:
         for above in reversed(path.parents):
             _make(above, 0o777, made)

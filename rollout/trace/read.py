@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import sys
 import zlib
 from importlib.resources import files
 from pathlib import Path
@@ -40,7 +41,7 @@ def read(source: str | Path) -> Trace:
         path = Path(source)
         name, file = path.name.removesuffix(".gz").removesuffix(".jsonl"), str(source)
         try:
-            data = bounded.read(path, LARGEST, pipe=True)
+            data = bounded.read(path, LARGEST, pipe=True, waits=lambda what: _tell(f"--trace {source}: {what}"))
         except OSError as error:
             raise UsageError(f"--trace {source}: {error.strerror or error}; give a JSONL file or `paper`") from None
     lines = _lines(file, data)
@@ -57,6 +58,10 @@ def read(source: str | Path) -> Trace:
             " (field 'input_length')"
         )
     return Trace(name, kind, hashlib.sha256(data).hexdigest(), trajectories)
+
+
+def _tell(line: str) -> None:
+    print("turnstile:", line, file=sys.stderr, flush=True)
 
 
 def _lines(file: str, data: bytes) -> list[Line]:
