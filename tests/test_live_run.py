@@ -20,7 +20,7 @@ from kernel.errors import UsageError
 from kernel.record import read_run
 from rollout.replay import read_rows
 from tests import commands
-from tests.commands import until
+from tests.commands import lingering, until
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -182,7 +182,7 @@ def test_without_abort_the_report_is_printed_and_the_run_left_alone(tmp_path: Pa
 
 def test_a_stopped_rank_is_no_fault(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with rollout(out, "--live-check", "--abort-on-cycle", "--json") as run:
+    with rollout(out, *lingering(tmp_path), "--live-check", "--abort-on-cycle", "--json") as run:
         (watcher,) = until(lambda: [pid for pid, line in children(run.pid).items() if "verify.live.watch" in line])
         rank = until(lambda: pids(out))[1]
         os.kill(rank, signal.SIGSTOP)
@@ -192,6 +192,7 @@ def test_a_stopped_rank_is_no_fault(tmp_path: Path) -> None:
             assert run.poll() is None
         finally:
             os.kill(rank, signal.SIGCONT)
+            (tmp_path / "cured").touch()
         stdout, stderr = run.communicate(timeout=300)
     assert (run.returncode, stderr) == (0, "")
     assert json.loads(stdout)["policies"][0]["failed"] == 0
@@ -200,7 +201,7 @@ def test_a_stopped_rank_is_no_fault(tmp_path: Path) -> None:
 
 def test_no_watcher_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with rollout(out, "--live-check") as run:
+    with rollout(out, *lingering(tmp_path), "--live-check") as run:
         (watcher,) = until(lambda: [pid for pid, line in children(run.pid).items() if "verify.live.watch" in line])
         until(lambda: pids(out))
         os.kill(watcher, signal.SIGSTOP)  # even one that is in the middle of something
@@ -211,10 +212,12 @@ def test_no_watcher_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_without_a_watcher_that_dies(tmp_path: Path) -> None:
-    with rollout(tmp_path / "run", "--live-check", "--json") as run:
+    with rollout(tmp_path / "run", *lingering(tmp_path), "--live-check", "--json") as run:
         (watcher,) = until(lambda: [pid for pid, line in children(run.pid).items() if "verify.live.watch" in line])
         until(lambda: pids(tmp_path / "run"))
         os.kill(watcher, signal.SIGKILL)
+        until(lambda: gone(watcher))
+        (tmp_path / "cured").touch()
         _, stderr = run.communicate(timeout=300)
     assert run.returncode == 0
     assert stderr == "turnstile: the live check was killed; the run goes on without it\n"
@@ -222,7 +225,7 @@ def test_a_run_goes_on_without_a_watcher_that_dies(tmp_path: Path) -> None:
 
 def test_a_rank_that_dies_is_reported_once(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with rollout(out, "--live-check") as run:
+    with rollout(out, *lingering(tmp_path), "--live-check") as run:
         os.kill(until(lambda: pids(out))[1], signal.SIGKILL)
         _, stderr = run.communicate(timeout=300)
     assert run.returncode == 1
