@@ -90,6 +90,77 @@ def reads() -> None:
     dist.all_reduce(x)
 
 
+def _locked(lock: Callable[..., object], *how: int) -> Any:
+    """An open file, of which rank 0 holds the lock; the ranks have trained since."""
+    opened = open(f"{file}.lock", "w")  # noqa: SIM115
+    _kept.append(opened)
+    if RANK == 0:
+        lock(opened, fcntl.LOCK_EX, *how)
+    train()
+    return opened
+
+
+def _keeps(lock: Callable[..., object], *how: int) -> None:
+    """Rank 0 waits in a call while it holds the lock on a file; rank 1 waits for that lock before the call."""
+    opened = _locked(lock, *how)
+    here()
+    if RANK == 1:
+        lock(opened, fcntl.LOCK_EX, *how)
+    dist.all_reduce(torch.ones(4))
+
+
+keeps_a_lock, keeps_a_range = partial(_keeps, fcntl.flock), partial(_keeps, fcntl.lockf, 10)
+
+
+def keeps_a_pipe() -> None:
+    """Rank 1 reads, before a call, what rank 0 is to write after it."""
+    x = train()
+    pipe = os.open(FIFO, os.O_RDWR if RANK == 0 else os.O_RDONLY)
+    here()
+    if RANK == 1:
+        os.read(pipe, 1)
+    dist.all_reduce(x)
+    os.write(pipe, b"x")
+
+
+def locks_of_each_other() -> None:
+    """Ranks 0 and 1 hold a lock each and wait for that of the other one; the last rank waits for both in a call."""
+    locks = [open(f"{file}.{name}", "w") for name in "ab"]  # noqa: SIM115
+    _kept.extend(locks)
+    if RANK < 2:
+        fcntl.flock(locks[RANK], fcntl.LOCK_EX)
+    x = train()
+    here()
+    if RANK < 2:
+        fcntl.flock(locks[1 - RANK], fcntl.LOCK_EX)
+    dist.all_reduce(x)
+
+
+def lock_of_a_sleeper() -> None:
+    """Nothing is wrong: rank 0 holds the lock that rank 1 waits for, and lets it go when it has slept."""
+    lock = _locked(fcntl.flock)
+    here()
+    if RANK == 0:
+        time.sleep(600)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    if RANK == 1:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    dist.all_reduce(torch.ones(4))
+
+
+def lock_of_a_helper() -> None:
+    """Nothing is wrong: rank 0 waits in the call, and a thread of it lets the lock go when it has slept."""
+    from threading import Thread
+
+    lock = _locked(fcntl.flock)
+    if RANK == 0:
+        Thread(target=lambda: (time.sleep(600), fcntl.flock(lock, fcntl.LOCK_UN)), daemon=True).start()
+    here()
+    if RANK == 1:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    dist.all_reduce(torch.ones(4))
+
+
 def returns() -> None:
     """The last rank has no tokens, and is through."""
     x = train()

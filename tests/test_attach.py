@@ -16,9 +16,10 @@ import pytest
 from kernel.errors import RankLost, UsageError
 from kernel.journal import Journal, groups
 from kernel.program import Program
-from kernel.record import Kind, Recorder, read, ring_path
+from kernel.record import Kind, Recorder, read, read_run, ring_path
 from kernel.request import Phase
 from kernel.topology import Role, World
+from tests.commands import until
 from tests.installed_rings import Rank as InstalledRank
 from tests.ranks import Me, Ranks
 from verify.attach import attach, environment, program, rank_of, ring_paths
@@ -158,8 +159,8 @@ class Scene:
             while not all(stuck_at(self.out, *mark) for mark in marks):
                 assert time.monotonic() < end, "the ranks did not get there"
                 time.sleep(0.02)
-            # The last mark may be written a moment before the rank stands still.
-            time.sleep(0.2)
+            # The last mark may be written a moment before the rank stands still: its device has work to begin.
+            until(self.still)
         except BaseException:
             self.close()
             raise
@@ -167,6 +168,11 @@ class Scene:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.ranks.processes]
+
+    def still(self) -> bool:
+        """Whether no rank has recorded anything for a second."""
+        newest = (ring.events[-1].time_ns for ring in read_run(self.out).values() if ring.events)
+        return time.monotonic_ns() - max(newest, default=0) > 10**9
 
     def found(self, patience_s: float = 0.0) -> Found:
         return RecordReader(patience_s).read(self.out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -162,10 +162,63 @@ def test_a_pipe_that_only_who_waits_for_the_reader_could_write_to_stays_empty(
     waits = Moves(pid=8, others=("a thread that runs",) if moves else ())
     inner = Site("/lib/python3.11/site-packages/x.py", 1, "FileIO.read")
     found = told(tmp_path, main(1, inner, LINE), now={0: waits, 1: reads}).verdict
-    assert (found.cls, found.ranks) == (Class.OUTSIDE, (1,))
-    assert (found.certainty is Certainty.CERTAIN) is not (moves or both)
-    stuck = "whoever could end the wait of rank 1 is stuck as well: rank 1 gets nothing"
-    assert (stuck in found.chain) is not (moves or both)
+    ring = not (moves or both)
+    assert (found.cls, found.ranks) == ((Class.CYCLE, (0, 1)) if ring else (Class.OUTSIDE, (1,)))
+    assert (found.certainty is Certainty.CERTAIN) is ring
+    assert not ring or "rank 1 gets nothing" in found.say
+    # By its record alone, without its stack.
+    bare = told(tmp_path, now={0: waits, 1: reads}).verdict
+    assert (bare.cls, bare.certainty, bare.ranks) == (
+        (Class.CYCLE, Certainty.CERTAIN, (0, 1)) if ring else (Class.MISSING, Certainty.CONDITIONAL, (1,))
+    )
+
+
+GIVES = "pid 8 (gone) does not release the lock, for which \0 waits"
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "left"),
+    [
+        ({}, {}, None),
+        ({"others": ("a thread that runs",)}, {}, (Class.MISSING, Certainty.CONDITIONAL)),
+        ({"main": "the clock, in 9 s"}, {}, (Class.MISSING, Certainty.CONDITIONAL)),
+        ({}, {"main": "a signal that it catches (SIGUSR1)"}, (Class.MISSING, Certainty.CONDITIONAL)),
+        ({}, {"others": ("a thread that runs",)}, (Class.MISSING, Certainty.CONDITIONAL)),
+    ],
+)
+def test_locks_of_each_other_are_a_ring_unless_somebody_may_go_on(
+    one: dict[str, Any], two: dict[str, Any], left: tuple[Class, Certainty] | None, tmp_path: Path
+) -> None:
+    """Rank 0 waits in a call for ranks 1 and 2, of which each waits for what the other one holds."""
+    ranks = pair(tmp_path, size=3)
+    for rank, group in ranks:
+        rank.over(rank.call(group))
+    ranks[0][0].wait(ranks[0][0].call(ranks[0][1]))
+    now = {0: Moves(pid=7)}
+    for number, other, more in ((1, 9, one), (2, 8, two)):
+        outside = Outside(f"pid {other} (gone) does not release the lock, for which \0 waits", frozenset({other}))
+        now[number] = Moves(locked=False, pid=7 + number, outside=outside)._replace(**more)
+    found = told(tmp_path, now=now).verdict
+    if left is None:
+        assert (found.cls, found.certainty, found.ranks) == (Class.CYCLE, Certainty.CERTAIN, (1, 2))
+        assert "rank 2 (pid 9 (gone)) does not release the lock, for which rank 1 waits" in found.say
+    else:
+        assert (found.cls, found.certainty) == left
+        assert 0 not in found.ranks
+
+
+def test_a_thread_that_may_make_the_call_is_a_condition_of_the_ring(tmp_path: Path) -> None:
+    """Rank 1 waits for a lock of rank 0, which waits in a call that another thread of rank 1 may make."""
+    (first, one), (second, other) = pair(tmp_path)
+    first.over(first.call(one))
+    second.over(second.call(other))
+    first.wait(first.call(one))
+    outside = Outside(GIVES, frozenset({8}))
+    for others, certainty in (((), Certainty.CERTAIN), (("a thread that runs",), Certainty.CONDITIONAL)):
+        mine = Moves(locked=False, pid=7, outside=outside, others=others)
+        found = told(tmp_path, now={0: Moves(pid=8), 1: mine}).verdict
+        assert (found.cls, found.certainty, found.ranks) == (Class.CYCLE, certainty, (0, 1))
+    assert "rank 1 has a thread that runs" in found.condition
 
 
 @pytest.mark.parametrize("moves", [False, True])

@@ -15,6 +15,7 @@ import pytest
 from tests.commands import until
 from tests.standing import main_of, stands
 from tests.test_live_timed import REAL
+from verify.live.holders import Holders, lockers
 from verify.live.outside import WHO, Outside, beyond
 from verify.live.sockets import _address
 
@@ -166,6 +167,41 @@ def test_a_wait_for_its_own_threads_is_none_for_what_is_outside() -> None:
         until(lambda: stands(main_of(pid)))
         assert beyond(pid) is None
     assert beyond(pid) is None
+
+
+RANGES = (
+    "f = open(sys.argv[1], 'r+')\n"
+    "if len(sys.argv) > 2: fcntl.lockf(f, fcntl.LOCK_EX, 5, int(sys.argv[2]))\n"
+)
+
+
+def test_of_several_locks_on_a_file_the_one_in_the_way_counts(tmp_path: Path) -> None:
+    """One process holds the first part, another one a later one; a third waits for the first, one more behind it."""
+    file = str(tmp_path / "lock")
+    (tmp_path / "lock").touch()
+    waits = RANGES + "WAIT\nfcntl.lockf(f, fcntl.LOCK_EX, 5)"
+    sleeps = RANGES + "WAIT\ntime.sleep(900)"
+    with process(sleeps, file, "0") as (first, _), process(sleeps, file, "20"), process(waits, file) as (third, _):
+        assert seen(third, lambda found: found.holders is not None).holders == {first}
+        with process(waits, file, "40") as (fourth, _):
+            assert seen(fourth, lambda found: found.holders is not None).holders == {first}
+        assert seen(third).holders == {first}
+
+
+def test_a_lock_that_the_system_lists_no_holder_of_is_held_by_somebody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that another host holds, though a process here holds a lock on another part of that file."""
+    file = tmp_path / "lock"
+    with file.open("w") as mine:
+        number = os.fstat(mine.fileno())
+        name = f"{os.major(number.st_dev):02x}:{os.minor(number.st_dev):02x}:{number.st_ino}"
+        lines = tmp_path / "locks"
+        lines.write_text(f"1: POSIX  ADVISORY  WRITE 71 {name} 20 24\n")
+        monkeypatch.setattr("verify.live.holders.LOCKS", lines)
+        assert lockers(os.getpid(), mine.fileno()) == Holders(frozenset({71}), whole=False)
+        lines.write_text(f"{lines.read_text()}1:  -> POSIX  ADVISORY  WRITE {os.getpid()} {name} 0 9\n")
+        assert lockers(os.getpid(), mine.fileno()) == Holders(frozenset({71}), whole=True)
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="as a machine with little ends writes them")

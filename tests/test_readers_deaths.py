@@ -13,9 +13,12 @@ import pytest
 from tests.reading import read_or_line
 from tests.test_hang_evidence import DUMPS, hang
 from tests.test_readers_logs import timeout
+from verify.blame import Certainty, Class
 from verify.events import Kind
+from verify.hang.diagnosis import diagnose_found
 from verify.readers import deaths, stacks
 from verify.readers.found import AFTER
+from verify.readers.gather import gather
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,3 +141,65 @@ def test_the_class_of_an_exception_may_have_any_name(
     trace = f'Traceback (most recent call last):\n  File "train.py", line 20, in main\n    load()\n{line}\n'
     _, out = hang(capsys, "--json", job(tmp_path, "rank1.log", trace))
     assert json.loads(out)["class"] == ("exception" if own else "missing")
+
+
+TIMED_OUT = (
+    "[rank{0}]:[E810 10:00:00] [Rank {0}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5,"
+    " OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600096 milliseconds before timing out.\n"
+    "[rank{0}]:[E810 10:00:00] [PG ID 0 PG GUID 0(default_pg) Rank {0}]  failure detected by watchdog at work sequence"
+    " id: 5 PG status: last enqueued work: 5, last completed work: 4\n"
+)
+LAST_WORDS = (
+    "Fatal Python error: {0}\n\nThread 0x00007f2b (most recent call first):\n"
+    '  File "/usr/lib/python3.11/threading.py", line 320 in wait\n\n'
+    'Current thread 0x00007f8e (most recent call first):\n  File "{1}", line 20 in {2}\n'
+    '  File "/job/train.py", line 40 in <module>\n'
+)
+CALL = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", "all_reduce"
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("error", "inside", "left"),
+    [
+        ("Segmentation fault", False, True),
+        ("Segmentation fault", True, True),
+        ("Bus error", False, True),
+        ("Aborted", False, True),
+        ("Aborted", True, False),  # somebody ended it since it hung
+    ],
+)
+def test_a_rank_that_ended_beside_those_whose_calls_timed_out(
+    error: str, inside: bool, left: bool, together: bool, tmp_path: Path
+) -> None:
+    """Its own log has no line of a watchdog, and it belongs to the group of all ranks all the same."""
+    (tmp_path / "job").mkdir()
+    words = LAST_WORDS.format(error, *(CALL if inside else ("/job/train.py", "load")))
+    logs = {0: TIMED_OUT.format(0), 1: words, 2: TIMED_OUT.format(2)}
+    if together:
+        logs[1] = "".join(f"[rank1]: {line}\n" for line in words.splitlines())
+        (tmp_path / "job" / "all.log").write_text("".join(logs.values()))
+    else:
+        for rank, text in logs.items():
+            (tmp_path / "job" / f"rank{rank}.log").write_text(text)
+    found = diagnose_found(gather([tmp_path / "job"]))
+    verdict = found.verdict
+    if left:
+        assert (verdict.cls, verdict.certainty, verdict.ranks) == (Class.EXCEPTION, Certainty.CERTAIN, (1,))
+        assert "anks 0 and 2 wait in all_reduce (call 5 on default_pg) for rank 1, which left by" in verdict.say
+        assert f"Fatal Python error: {error}" in verdict.say
+    else:
+        # Whether it had made the call, nothing tells.
+        assert (found.code, verdict.ranks) == (3, ())
+
+
+def test_a_rank_with_a_stack_alone_belongs_to_the_group_of_all(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    for rank in (0, 2):
+        (tmp_path / "job" / f"rank{rank}.log").write_text(TIMED_OUT.format(rank))
+    (tmp_path / "job" / "rank1.txt").write_text(
+        'Thread 71 (idle): "MainThread"\n    read (data.py:7)\n    <module> (train.py:9)\n'
+    )
+    verdict = diagnose_found(gather([tmp_path / "job"])).verdict
+    assert verdict.cls is not Class.BELOW
+    assert verdict.certainty is not Certainty.CERTAIN

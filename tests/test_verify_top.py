@@ -288,7 +288,8 @@ def test_one_frame_as_json_and_as_text(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["missing"] == [1]
     assert [row["rank"] for row in found["ranks"]] == [0, 2]
-    assert set(found) == {"run", "about", "ended", "stalled", "missing", "cycle", "waits", "ranks", "check", "hosts"}
+    assert set(found) == {"run", "about", "ended", "stalled", "missing", "cycle", "waits", "ranks", "check", "hosts",
+                          "stale"}  # fmt: skip
     assert cli.main(["top", str(tmp_path)]) == 0  # no terminal: one frame
     text = capsys.readouterr().out
     assert "no record of rank 1" in text

@@ -173,11 +173,17 @@ def absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict
     ranks = tuple(sorted({host.rank for host in hosts}))
     alike: dict[tuple[str, str], list[Host]] = {}
     for host in hosts:
-        node = ("host", host.rank, host.thread)
-        ops = sorted(needing(graph, node), key=partial(_nearest, graph, host.rank)) if node in graph else []
+        # Others may wait for it in a call that its evidence may have lost.
+        nodes = [("host", host.rank, host.thread), ("host", host.rank, NOBODY_KNOWS)]
+        ops = [op for node in nodes if node in graph for op in needing(graph, node)]
+        ops.sort(key=partial(_nearest, graph, host.rank))
         waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
         alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
-    lines = [f"{waiting}{words.standings(same)}" for (waiting, _), same in alike.items()]
+    lines = [
+        # Of whom nobody is seen to wait, it is the sentence itself.
+        f"{waiting}{words.standings(same)}" if waiting else words.standings(same).replace(", which ", " ", 1)
+        for (waiting, _), same in alike.items()
+    ]
     say = f"{lines[0][0].upper()}{lines[0][1:]}." if lines else ""
     if len(lines) > 1:
         say = f"{words.ranks(ranks).capitalize()} never arrived: {lines[0]}."

@@ -35,6 +35,11 @@ GONE = (
 """What to do about a rank that left without a word."""
 KILLED = ("SIG", "exit code ")
 """How the endings begin that others tell of a process."""
+HELD = (
+    "Let no rank make a call that others must come to while it holds what they wait for outside of calls: release the"
+    " lock, or write or read, before the call."
+)
+"""What to do about a ring through a lock on a file, a pipe or a socket that a rank holds."""
 LATE = (
     "Look at what that rank does: if it is only slow, wait, or let the others wait longer; if it never comes, let every"
     " member make the call, with nothing to contribute if need be."
@@ -255,10 +260,11 @@ def chain(situation: Situation, graph: nx.DiGraph[Any], nodes: Sequence[Any]) ->
                 merged.append((actor, op, needs))
         hops = merged
     first = min(range(len(hops)), key=lambda n: graph.nodes[hops[n][0]]["rank"])
-    return [_hop(situation, graph, *hop) for hop in (*hops[first:], *hops[:first])]
+    return [clause(situation, graph, *hop) for hop in (*hops[first:], *hops[:first])]
 
 
-def _hop(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, needs: Any) -> str:
+def clause(situation: Situation, graph: nx.DiGraph[Any], actor: Any, op: Any, needs: Any) -> str:
+    """For what an actor of the wait-for graph waits, in an operation that lacks another one, as a clause."""
     mine, theirs = graph.nodes[actor], graph.nodes[needs]
     meeting: Meeting = graph.nodes[op]["meeting"]
     if needs[0] == "queue":

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.held import ring_through_holders
 from verify.hang.idling import idles
 from verify.hang.late import (
     dumps_and_stacks_are_of_two_moments,
+    evidence_of,
     its_transfers_are_not_seen,
     nothing_shows_it_is_late,
 )
@@ -60,7 +62,8 @@ def weighed(case: Case) -> Verdict:
 def its_call_may_be_lost(case: Case) -> Verdict | None:
     """A ring or dump that has lost the calls of a group."""
     lost = sorted(node[1] for node in case.graph if node[0] == "host" and node[2] == NOBODY_KNOWS)
-    why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
+    what = evidence_of(case.found, lost)
+    why = f"the {what} of {words.ranks(lost)} holds no call of that group, and may have lost it"
     return _undecided(case.verdict, why) if lost else None
 
 
@@ -327,7 +330,8 @@ def they_may_be_of_two_jobs(case: Case) -> Verdict | None:
 def its_calls_may_be_of_several_groups(case: Case) -> Verdict | None:
     """Calls of a log that names no group are counted as those of one, to which all ranks belong: nothing says so."""
     verdict = case.verdict
-    if verdict.cls not in (*OF_ONE_MOMENT, Class.MISMATCH) or verdict.certainty is Certainty.UNDECIDED:
+    known = (*OF_ONE_MOMENT, Class.MISMATCH, Class.EXCEPTION)
+    if verdict.cls not in known or verdict.certainty is Certainty.UNDECIDED:
         return None
     if not any(UNNAMED_GROUP in line for line in (verdict.say, *verdict.chain)):
         return None
@@ -345,6 +349,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     dumps_and_stacks_are_of_two_moments,
     nobody_waits,
     nobody_needs_it,
+    ring_through_holders,
     its_wait_may_end,
     it_may_be_late,
     a_call_of_it_may_let_it_go,

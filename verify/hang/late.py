@@ -19,9 +19,12 @@ from verify.hang.stacks import At
 from verify.matching import Standing
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from verify.events import Site
     from verify.hang.case import Case
     from verify.matching import Host
+    from verify.readers.found import Found
 
 OF_A_MOMENT: Final = frozenset({Class.MISSING, Class.OUTSIDE, Class.DEVICE_STALL})
 """Findings that the next moment may take back."""
@@ -46,8 +49,10 @@ def nothing_shows_it_is_late(case: Case) -> Verdict | None:
         who = "" if conditions and mute == blamed else f"{words.ranks(blamed)} "
         what = "finish it" if verdict.cls is Class.DEVICE_STALL else "come"
         limit = f" ({case.found.timeout_s:g} s)" if case.found.timeout_s else ""
-        unshown = f"no call here is known to have outlasted its timeout{limit}"
-        conditions.append(f"{who}{'does' if one else 'do'} not {what} any more: {unshown}; {LOOK}")
+        unshown = f"no call here is known to have outlasted its timeout{limit}; {LOOK}"
+        if evidence_of(case.found, blamed) == RECORD:
+            unshown = f"{'its record does' if one else 'their records do'} not hold all calls; look again"
+        conditions.append(f"{who}{'does' if one else 'do'} not {what} any more: {unshown}")
     elif not told and (old := blamed & case.found.earlier - left):
         stands = "still stands where its dump shows it" if len(old) == 1 else "still stand where their dumps show them"
         conditions.append(f"{words.ranks(old)} {stands}, {UNREACHED}; dump all ranks at one moment")
@@ -58,6 +63,14 @@ def nothing_shows_it_is_late(case: Case) -> Verdict | None:
 
 
 LOOK: Final = "dump again, or look for timeouts in the logs"
+RECORD: Final = "record"
+
+
+def evidence_of(found: Found, ranks: Collection[int]) -> str:
+    """What there is of the calls of some ranks: a record, a dump, or a log."""
+    if found.recorded.issuperset(ranks):
+        return RECORD
+    return "log" if found.loose else "dump"
 
 
 def its_transfers_are_not_seen(case: Case) -> Verdict | None:

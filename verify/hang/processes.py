@@ -59,7 +59,10 @@ def look_at(paths: Sequence[str], pids: Collection[int], found: Found) -> See:
             if pid is None and recording is not None and recording.closed_ns is None and alive(recording):
                 pid = recording.pid
             if pid is not None and (now := moves(pid, _of_python(found, pid))) is not None:
-                seen[rank] = now if now.locked else now._replace(outside=_beyond(pid))
+                now = now if now.locked else now._replace(outside=_beyond(pid))
+                # What has moved since its record was read stands elsewhere than that shows.
+                if recording is None or found.moved_ns is None or _newest_ns(recording) <= found.moved_ns:
+                    seen[rank] = now
         return seen
 
     return look
@@ -75,6 +78,14 @@ def _of_python(found: Found, pid: int) -> frozenset[int]:
 def _beyond(pid: int) -> Outside | None:
     """What is asked once: every process of the host may have to be looked at for it."""
     return beyond(pid)
+
+
+def _newest_ns(recording: Recording) -> int:
+    """When a ring's newest event was written, as nanoseconds since 1970; 0 where there is none."""
+    with suppress(UsageError):
+        count = read(recording.path, since=LATER).dropped
+        return max((recording.wall(event.time_ns) for event in read(recording.path, since=count - 2).events), default=0)
+    return 0
 
 
 def _own(pid: int) -> Recording | None:

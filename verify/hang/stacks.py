@@ -135,7 +135,7 @@ KERNEL_WAITS: Final = tuple(
         (r"pipe_write", "a write to a pipe"),
         (r"nanosleep", "a sleep"),
         (r"tty_read|wait_woken_tty|n_tty", "a read of a terminal"),
-        (r"flock|posix_lock|locks_lock", "a file lock"),
+        (r"flock|posix_lock|locks_lock|lock_file_wait|fcntl_setlk", "a file lock"),
         (r"^(nfs|rpc_|fuse|ceph|cl_|ll_|lustre)", "a network file system"),
         (r"io_schedule|folio_wait|wait_on_page|blk_|jbd2", "the disk"),
         (r"^(do_wait|wait4|kernel_wait)", "a child process"),

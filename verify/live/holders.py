@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 _ACCESS: Final = 0o3
+LOCKS: Final = Path("/proc/locks")
 READS, WRITES, BOTH = 0, 1, 2
 """What a descriptor is open for (fcntl(2): O_RDONLY, O_WRONLY, O_RDWR)."""
 
@@ -59,17 +60,28 @@ def mode(pid: int, descriptor: int) -> int:
 
 
 def lockers(pid: int, descriptor: int) -> Holders:
-    """The processes that hold a lock on the file that a descriptor is of (/proc/locks)."""
-    pids, told = set(), False
+    """The processes that hold the lock for which one waits on the file that a descriptor is of (/proc/locks).
+
+    The system lists who waits below the lock that is in the way, under one number. A file may have others as well, of
+    other parts of it; and a lock that is held on another host is in no list here: then it is not known who holds it.
+    """
+    mine: dict[str, set[int]] = {}
+    waits: set[str] = set()
+    file, others = "", set()
     with suppress(OSError, ValueError, IndexError):
         about = os.stat(f"/proc/{pid}/fd/{descriptor}")
         file = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
-        for line in Path("/proc/locks").read_text(errors="replace").splitlines():
-            fields = line.split()
-            if fields[1] != "->" and fields[5] == file:
-                pids.add(int(fields[4]))
-        told = bool(pids) and min(pids) > 0
-    return Holders(frozenset(pids), told)
+    with suppress(OSError, ValueError, IndexError):
+        for line in LOCKS.read_text(errors="replace").splitlines():
+            number, *fields = line.split()
+            if fields[0] == "->":
+                waits |= {number} if int(fields[4]) == pid else set()
+                continue
+            mine.setdefault(number, set()).add(int(fields[3]))
+            others |= {int(fields[3])} if fields[4] == file else set()
+    pids = {each for number in waits for each in mine.get(number, ())}
+    # A process of another PID namespace has no number here.
+    return Holders(frozenset(pids or others), bool(pids) and min(pids) > 0)
 
 
 def named(pids: Collection[int], most: int = 2) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from verify.live.outside import Outside
 
 DAY_S: Final = 86400.0
+NEVER_S: Final = 100 * DAY_S
 
 
 class Moves(NamedTuple):
@@ -108,6 +109,9 @@ def _clock(task: Path) -> str:
     left = remaining(task)
     if left is None:
         return "the clock"
+    if left > NEVER_S:
+        # Libraries give such a limit for none at all.
+        return f"the clock, in over {NEVER_S / DAY_S:.0f} days"
     return f"the clock, in {words.seconds(left)}" if left < 2 * DAY_S else f"the clock, in {left / DAY_S:.0f} days"
 
 

@@ -6,6 +6,7 @@ milliseconds that is not negative.
 
 from __future__ import annotations
 
+import os
 import signal
 import struct
 import time
@@ -74,6 +75,10 @@ _REALTIME: Final = 256
 """A flag of a futex: its limit is on the clock of the day."""
 
 
+_LOCK_PI: Final = 6
+"""The command of a futex whose limit is always on that clock (futex(2))."""
+
+
 def remaining(task: Path, machine: str | None = None) -> float | None:
     """Seconds until the wait of a thread ends by the clock, at the latest; None where that is not told.
 
@@ -90,14 +95,20 @@ def remaining(task: Path, machine: str | None = None) -> float | None:
         if name == "clock_nanosleep":
             return _left(task, values[2], absolute=bool(values[1] & 1), realtime=values[0] == 0)
         if name == "futex":
-            return _left(task, values[3], absolute=values[1] & 0x7F != 0, realtime=bool(values[1] & _REALTIME))
+            command = values[1] & 0x7F
+            realtime = command == _LOCK_PI or bool(values[1] & _REALTIME)
+            return _left(task, values[3], absolute=command != 0, realtime=realtime)
         if name in ("nanosleep", "ppoll", "pselect6"):
             return _left(task, values[max(_LIMIT[name], 0)], absolute=False, realtime=False)
     return None
 
 
-def _left(task: Path, address: int, *, absolute: bool, realtime: bool) -> float:
-    """Seconds left of a time in the memory of a process."""
+def _left(task: Path, address: int, *, absolute: bool, realtime: bool) -> float | None:
+    """Seconds left of a time in the memory of a process; None where that is on a clock of its own (time_namespaces(7)),
+    as a container may have one.
+    """
+    if absolute and not realtime and os.readlink(task.parents[1] / "ns" / "time") != os.readlink("/proc/self/ns/time"):
+        return None
     with open(task / "mem", "rb", buffering=0) as memory:
         memory.seek(address)
         seconds, nanoseconds = struct.unpack("=qq", memory.read(16))

@@ -30,6 +30,7 @@ from verify.readers.lives import SECOND, SKEW_S, newest, of_equal
 from verify.readers.membership import damaged, resolve
 from verify.readers.parted import of_one_job
 from verify.readers.transfers import Transfers, ends_of
+from verify.readers.whose import by_content
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -151,7 +152,7 @@ def _by_rank(dumps: Sequence[Dump], unknown: list[str]) -> Dumps:
             mine.append(dump)
         elif line := of_equal(named[0], equal, dump):
             unknown.append(line)
-    return found
+    return by_content(found, unknown)
 
 
 def _since_made_anew(mine: Sequence[Mine], unknown: list[str]) -> list[Mine]:

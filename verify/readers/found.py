@@ -53,11 +53,14 @@ class Stack:
 
 
 class Named(NamedTuple):
-    """A process group of torch: its name and description there, and what events call it."""
+    """A process group of torch: its name and description there, and what events call it. of_all: it is known, or taken,
+    to be that of all ranks, whoever is seen to be in it.
+    """
 
     name: str
     description: str
     communicator: Communicator
+    of_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Found:
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
     says so. earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
-    long as it may: what they have done since it does not tell.
+    long as it may: what they have done since it does not tell. recorded: ranks with a record of ours, whole or not.
     """
 
     source: str
@@ -104,6 +107,7 @@ class Found:
     undated: frozenset[int] = frozenset()
     mixed: str = ""
     earlier: frozenset[int] = frozenset()
+    recorded: frozenset[int] = frozenset()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

@@ -6,6 +6,7 @@ are read, those below it are not.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from kernel.errors import UsageError
 from verify.events import Kind
+from verify.readers import plain_json
 from verify.readers.attempts import of_present
 from verify.readers.found import Damaged, Found
-from verify.readers.joined import join
+from verify.readers.joined import join, widened
+from verify.readers.lines import BIGGEST, Numbers, distinct, named, numbers_of, of_hosts, rank_of_file
 from verify.readers.outlived import outlived
 from verify.runs import has_rings, several
 
@@ -77,14 +80,18 @@ def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool =
     damaged += map(str, bare)
     _companions(chosen, silent, inside, ignored)
     again = of_present({name: files for name, (_, files) in chosen.items() if name in LOGS})
-    found: list[Found] = []
-    refused: list[UsageError] = []
-    for reader, files in (each for each in chosen.values() if each[1]):
-        try:
-            found.append(_read(reader, _once(files), inside, damaged))
-        except UsageError as error:
-            found += _beside(error, reader, files, inside, known)
-            refused.append(error)
+    numbered = _numbered_by_host({path for name, (_, files) in chosen.items() if name in LOGS for path in files})
+    untold = [path for path, numbers in numbered.items() if numbers.untold]
+    apart = untold if len(numbered) > 1 else []
+    found, refused = _read_each(chosen, apart, inside, damaged, known)
+    if len(numbered) == 1 and untold:
+        # More ranks than it has numbers: the job has another host.
+        (numbers,) = numbered.values()
+        if max((rank for each in found for rank in each.expected), default=0) > max(numbers.untold | {*numbers.ranks}):
+            apart = untold
+            found, refused = _read_each(chosen, apart, inside, [], known)
+    if untold:
+        found.append(Found("", unknown=(_numbering(untold, min(numbered[untold[0]].untold), bool(apart)),)))
     if refused and not any(each.events or each.stacks for each in found):
         raise refused[0]
     damaged += map(str, refused)
@@ -96,6 +103,40 @@ def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool =
         names_ = ", ".join(sorted(ignored)[:3]) + (f" and {len(ignored) - 3} more" if len(ignored) > 3 else "")
         found.append(Found("", unknown=(f"not read, of no known format: {names_}",)))
     return merge(found)
+
+
+def _read_each(
+    chosen: Chosen, hosts: Iterable[Path], inside: set[Path], damaged: list[str], known: Sequence[Reader]
+) -> tuple[list[Found], list[UsageError]]:
+    """What each reader makes of its files, and why some cannot be used. hosts: see `verify.readers.lines.of_hosts`."""
+    found: list[Found] = []
+    refused: list[UsageError] = []
+    with of_hosts(hosts):
+        for reader, files in (each for each in chosen.values() if each[1]):
+            try:
+                found.append(_read(reader, _once(files), inside, damaged))
+            except UsageError as error:
+                found += _beside(error, reader, files, inside, known)
+                refused.append(error)
+    return found, refused
+
+
+def _numbered_by_host(logs: Iterable[Path]) -> dict[Path, Numbers]:
+    """Those of some logs whose lines have a number within a host, and what that stands for."""
+    found = {}
+    for path in sorted(distinct([path for path in logs if path.is_file() and rank_of_file(path) is None])):
+        with suppress(OSError, UsageError):
+            if (numbers := numbers_of(path)).ranks or numbers.untold:
+                found[path] = numbers
+    return found
+
+
+def _numbering(logs: Sequence[Path], number: int, several: bool) -> str:
+    """What is told of logs in which no line says which rank some number within a host is."""
+    where = f"{named(logs)}: [default{number}]: tells a number within a host"
+    if several:
+        return f"{where}: lines that tell no global rank are not used"
+    return f"{where}: taken for rank {number}, as it is where the job has one host"
 
 
 def _beside(
@@ -149,9 +190,26 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[
     if not taken:
         if runs_ := [each for each in folders if has_rings(each)]:
             raise UsageError(f"{folder}: {several(runs_)}")
+        if (begins := _begins(folder, folders)) is not None:
+            raise NoEvidence(f"{folder}: {begins}")
         below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
         raise NoEvidence(f"{folder}: holds no evidence that is known here: {below}")
     return {*files}
+
+
+def _begins(folder: Path, folders: Sequence[Path]) -> str | None:
+    """What to say of a run's directory without a ring: of one that starts, that it does; None where it is no run's."""
+    if (folder / "run.json").is_file():
+        with suppress(OSError, ValueError, AttributeError):
+            data = (folder / "run.json").read_bytes()[:BIGGEST]
+            if plain_json.load(data).get("status") not in (None, "running"):
+                return "its run has ended, and its ranks have recorded nothing: see what the command said"
+    elif folder.name != "record" and "record" not in {each.name for each in folders}:
+        return None
+    return (
+        "its ranks have recorded nothing yet: they may still start, or load: look again in a while, or name their"
+        " processes with --pid"
+    )
 
 
 def _companions(chosen: Chosen, silent: Sequence[Path], inside: set[Path], ignored: list[str]) -> None:
@@ -251,13 +309,15 @@ def merge(found: Sequence[Found]) -> Found:
     """Several pieces of evidence as one. Each rank's events stay in the order of their source; how it left comes last,
     whichever file told it.
     """
-    found = outlived(join(found))
+    found = outlived(widened(join(found)))
     present = frozenset[int]().union(*(each.present for each in found))
     whole = frozenset[int]().union(*(each.whole for each in found))
     # A record of everything says more than what else there is of a rank, and says it once.
     best = {rank: number for number, each in enumerate(found) for rank in each.whole}
     numbered = [(number, event) for number, each in enumerate(found) for event in each.events]
     events = [event for number, event in numbered if best.get(event.rank, number) == number]
+    # A rank of which a log says how it left waits in none of the groups that its lines do not speak of.
+    left = {event.rank for event in events if event.kind is Kind.EXIT and event.operation and not event.thread}
     return Found(
         source=", ".join(dict.fromkeys(each.source for each in found if each.source)),
         events=tuple(sorted(events, key=lambda event: event.kind is Kind.EXIT)),
@@ -266,7 +326,9 @@ def merge(found: Sequence[Found]) -> Found:
         stacks=tuple(stack for each in found for stack in each.stacks),
         unknown=tuple(dict.fromkeys(line for each in found for line in each.unknown)),
         moved_ns=max((each.moved_ns for each in found if each.moved_ns is not None), default=None),
-        unsure=frozenset[tuple[int, str]]().union(*(each.unsure for each in found)),
+        unsure=frozenset(
+            (rank, name) for each in found for rank, name in each.unsure if not (each.loose and rank in left)
+        ),
         whole=whole,
         lively=frozenset[int]().union(*(each.lively for each in found)),
         idle=frozenset[int]().union(*(each.idle for each in found)),
@@ -282,6 +344,7 @@ def merge(found: Sequence[Found]) -> Found:
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
         mixed=next((each.mixed for each in found if each.mixed), ""),
         earlier=frozenset[int]().union(*(each.earlier for each in found)) - whole,
+        recorded=frozenset[int]().union(*(each.recorded for each in found)),
     )
 
 

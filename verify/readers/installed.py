@@ -161,6 +161,7 @@ def of_rings(
         lively=frozenset(lively),
         idle=frozenset(idle),
         remarks=tuple(remarks),
+        recorded=frozenset(rings),
     )
     return found, frozenset(gave_up)
 

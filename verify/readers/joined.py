@@ -16,7 +16,7 @@ from verify.events import Confidence, Kind, State
 from verify.readers.found import GROUP_UNTOLD, MEMBERS_UNTOLD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from verify.events import Communicator, Event
     from verify.readers.found import Found
@@ -31,6 +31,35 @@ def join(found: Sequence[Found]) -> Sequence[Found]:
         return found
     known = _Known([each for each in found if each.named])
     return [known.joined(each) if each.loose else each for each in found]
+
+
+def widened(found: Sequence[Found]) -> list[Found]:
+    """The same evidence, in which everybody that any of it knows belongs to the group of all: of a rank that left by a
+    signal, a watchdog's lines say nothing, and its stack or its last words lie in other files.
+    """
+    everybody = tuple(sorted(frozenset[int]().union(*(each.expected for each in found))))
+    stood = {stack.rank for each in found for stack in each.stacks}
+    return [_widened(each, everybody, stood) if each.loose else each for each in found]
+
+
+def _widened(log: Found, everybody: tuple[int, ...], stood: Collection[int | None]) -> Found:
+    """stood: ranks of which there is a stack; of others, nothing tells whether they made a call that has no line."""
+    wide = {
+        each.communicator: replace(each.communicator, members=everybody) for each in log.loose
+        if each.of_all and set(each.communicator.members) < set(everybody)
+    }  # fmt: skip
+    if not wide:
+        return log
+    events = tuple(
+        replace(event, communicator=wide[event.communicator]) if event.communicator in wide else event
+        for event in log.events
+    )
+    loose = tuple(each._replace(communicator=wide.get(each.communicator, each.communicator)) for each in log.loose)
+    lost = {
+        (rank, str(group)) for group, all_ in wide.items()
+        for rank in set(all_.members) - set(group.members) - {*stood}
+    }  # fmt: skip
+    return replace(log, events=events, loose=loose, unsure=log.unsure | lost)
 
 
 class _Known:

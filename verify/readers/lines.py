@@ -6,12 +6,15 @@ import filecmp
 import os
 import re
 import stat
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kernel.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 BLOCK = 1 << 20
@@ -31,7 +34,9 @@ PREFIX = re.compile(r"^(?:\s*\[(?:rank|default)\s?\d{1,7}\]:\s?){1,3}")
 """What stands before a line in a log of several ranks: torch's own, torchrun's, or both."""
 _RANK_PREFIX = re.compile(r"\[rank\s?(\d{1,7})\]:")
 _ROLE_PREFIX = re.compile(r"\[default\s?(\d{1,7})\]:")
-"""The number may be that within a host."""
+"""torchrun's, with the number within a host: see `Numbers`."""
+_OF_ALL = re.compile(r"\(default_pg\) Rank (\d{1,7})\]")
+"""In the group of all ranks, a watchdog's number is the global one."""
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|r)[_\-.]?(\d{1,7})(?!\d)", re.IGNORECASE)
 _STREAM_NAMES = frozenset({"stderr.log", "stdout.log", "stderr", "stdout", "error.json"})
 
@@ -124,10 +129,61 @@ def goes_on(line: str) -> bool:
     return _PROGRESS.match(PREFIX.sub("", line)) is not None
 
 
+class Numbers(NamedTuple):
+    """What `[default1]:` stands for in one log, by its own lines. ranks: number within the host -> the global rank that
+    lines with that prefix tell, always the same one. untold: numbers of which no line tells it.
+    """
+
+    ranks: Mapping[int, int]
+    untold: frozenset[int]
+
+
+def numbers_of(path: Path) -> Numbers:
+    """Those of a log. Raises UsageError where it cannot be read."""
+    about = path.stat()
+    return _numbers(path, about.st_size, about.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _numbers(path: Path, _size: int, _written_ns: int) -> Numbers:
+    told: dict[int, set[int]] = {}
+    for _, line in file_lines("log", path, (b"[default",)):
+        if found := _ROLE_PREFIX.search(line):
+            mine = told.setdefault(int(found[1]), set())
+            mine.update(int(rank[1]) for rank in (_RANK_PREFIX.search(line), _OF_ALL.search(line)) if rank)
+    ranks = {number: next(iter(mine)) for number, mine in told.items() if len(mine) == 1}
+    return Numbers(ranks, frozenset(told) - ranks.keys())
+
+
+_HOSTS: Final[ContextVar[frozenset[Path]]] = ContextVar("logs of several hosts", default=frozenset())
+
+
+@contextmanager
+def of_hosts(paths: Iterable[Path]) -> Iterator[None]:
+    """While this lasts, these are logs of several hosts: a number within a host is no rank there."""
+    before = _HOSTS.set(frozenset(paths))
+    try:
+        yield
+    finally:
+        _HOSTS.reset(before)
+
+
 def rank_in(line: str, path: Path) -> int | None:
-    """The global rank of a line in a log of several ranks, by its `[rank3]:` prefix, else by the file's name."""
-    if found := _RANK_PREFIX.search(line) or _ROLE_PREFIX.search(line):
+    """The global rank of a line in a log of several ranks, by its `[rank3]:` prefix, else by the file's name.
+
+    `[default1]:` alone is a number within a host: the rank is what other lines of that number tell; where none does, it
+    is taken for the rank itself in the only log there is (`verify.readers.gather` says so), and for none in one of
+    several (`of_hosts`).
+    """
+    if found := _RANK_PREFIX.search(line):
         return int(found[1])
+    if found := _ROLE_PREFIX.search(line):
+        number = int(found[1])
+        with suppress(OSError, UsageError):
+            if (rank := numbers_of(path).ranks.get(number)) is not None:
+                return rank
+        if path not in _HOSTS.get():
+            return number
     return rank_of_file(path)
 
 

@@ -147,6 +147,7 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         lively=frozenset(rank for rank, ring in rings.items() if ring.lively),
         orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
         overdue=frozenset(rank for rank, ring in rings.items() if ring.raised and silent(ring.raised.text)),
+        recorded=frozenset(recordings),
     )
 
 

@@ -136,6 +136,11 @@ def of_logs(paths: Sequence[Path]) -> Found:
     return lines.found(named(paths))
 
 
+def _of_all(name: Name) -> bool:
+    """Whether all ranks belong to a group."""
+    return DEFAULT in name or name == UNNAMED
+
+
 class _Lines:
     def __init__(self) -> None:
         self.kept = 0
@@ -249,7 +254,9 @@ class _Lines:
         )
         return Found(
             source, events=tuple(events), present=ranks, expected=ranks, unknown=tuple(unknown), unsure=silent,
-            loose=tuple(Named(*name, self._communicator(name, labels[name])) for name in self.groups),
+            loose=tuple(
+                Named(*name, self._communicator(name, labels[name]), _of_all(name)) for name in self.groups
+            ),
             remarks=(
                 *((rank, f"{AFTER}{text}") for rank, text in sorted(self.traces.after.items())),
                 *dict.fromkeys(self.traces.remarks),
@@ -274,7 +281,7 @@ class _Lines:
 
     def _members(self, name: Name, group: _Group) -> set[int]:
         named = set(group.status) | {rank for rank, _ in group.timeouts}
-        return named | self.seen if DEFAULT in name or name == UNNAMED else named
+        return named | self.seen if _of_all(name) else named
 
     def _communicator(self, name: Name, label: str) -> Communicator:
         return Communicator(tuple(sorted(self._members(name, self.groups[name]))), label)
