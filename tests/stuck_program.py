@@ -351,6 +351,36 @@ def dies_beside() -> None:
     dist.all_reduce(x, group=group)
 
 
+def killed_beside_a_slow_one() -> None:
+    """Rank 1 is killed inside a call, which rank 2 has not reached yet."""
+    import threading
+
+    x = train()
+    here()
+    if RANK == 1:
+        threading.Thread(target=lambda: sys.stdin.readline() and os.kill(os.getpid(), signal.SIGKILL)).start()
+    if RANK == 2:
+        while x.sum() > 0:
+            x = x * 1.0
+    dist.all_reduce(x)
+
+
+def splits_differ() -> None:
+    """Rank 0 sends rank 1 less than that expects, and gets more: gloo aborts rank 0."""
+    x = train()
+    here()
+    splits = [3, 1] if RANK == 0 else [2, 2]
+    dist.all_to_all_single(torch.empty(4), x, splits, splits)
+
+
+def roots_send_more() -> None:
+    """The root of a broadcast is through with it when gloo aborts whoever expects less."""
+    train()
+    here()
+    dist.broadcast(torch.ones(16 if RANK == 0 else 8), 0)
+    dist.all_reduce(torch.ones(4))
+
+
 def ends() -> None:
     """Nothing is wrong, and the job waits for its next piece of work."""
     train()

@@ -19,6 +19,7 @@ from verify.hang.alone import odd_one_out, who_may_wait_for_a_call
 from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
+from verify.hang.inside import data_that_was_refused, left_in_a_call_that_differs, left_in_the_middle
 from verify.hang.stack_rings import ring_of_stacks
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -238,6 +239,9 @@ KILLED: Final = re.compile(r"SIG[A-Z]+\b|being killed\b")
 
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     groups_that_differ,
+    left_in_a_call_that_differs,
+    data_that_was_refused,
+    left_in_the_middle,
     sizes_that_cannot_fit,
     others_failed_after_it,
     the_launcher_ended,
