@@ -365,6 +365,21 @@ def killed_beside_a_slow_one() -> None:
     dist.all_reduce(x)
 
 
+def sleeps_in_a_creation() -> None:
+    """The last rank takes its time to make its part of a group, for which the others wait."""
+    train()
+    make = dist.distributed_c10d.ProcessGroupGloo
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(600)
+        return make(*arguments, **named)
+
+    if RANK == SIZE - 1:
+        dist.distributed_c10d.ProcessGroupGloo = slow  # type: ignore[misc]
+    here()
+    dist.new_group()
+
+
 def splits_differ() -> None:
     """Rank 0 sends rank 1 less than that expects, and gets more: gloo aborts rank 0."""
     x = train()

@@ -13,6 +13,7 @@ from verify.blame import Certainty, Class, Verdict, awaited
 from verify.hang.idling import idles
 from verify.hang.late import (
     dumps_and_stacks_are_of_two_moments,
+    it_may_only_be_slow,
     its_transfers_are_not_seen,
     nothing_shows_it_is_late,
 )
@@ -351,6 +352,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_may_be_through,
     it_waits_for_itself,
     nothing_shows_it_is_late,
+    it_may_only_be_slow,
     they_may_be_of_two_jobs,
     its_calls_may_be_of_several_groups,
 )

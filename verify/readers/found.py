@@ -79,7 +79,8 @@ class Found:
     most, where known. traced: a rank and the exception by which it left, as only the traceback that ends its log tells.
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
-    says so. earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
+    says so. waited: a rank and for how many seconds the newest of the calls has been open that its threads wait in.
+    earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
     long as it may: what they have done since it does not tell.
     """
 
@@ -106,6 +107,7 @@ class Found:
     undated: frozenset[int] = frozenset()
     mixed: str = ""
     earlier: frozenset[int] = frozenset()
+    waited: tuple[tuple[int, float], ...] = ()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

@@ -283,6 +283,7 @@ def merge(found: Sequence[Found]) -> Found:
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
         mixed=next((each.mixed for each in found if each.mixed), ""),
         earlier=frozenset[int]().union(*(each.earlier for each in found)) - whole,
+        waited=tuple(each for one in found for each in one.waited),
     )
 
 
