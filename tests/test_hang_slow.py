@@ -1,4 +1,4 @@
-"""Calls that all members are in, and that may be slow and nothing worse: never certain before one has lasted too long."""
+"""Calls that all members are in, and that may be slow and nothing worse: certain only once one lasted too long."""
 
 from __future__ import annotations
 

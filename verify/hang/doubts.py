@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.damage import its_ring_is_damaged, told
 from verify.hang.idling import idles
 from verify.hang.late import (
     dumps_and_stacks_are_of_two_moments,
@@ -62,6 +63,8 @@ def its_call_may_be_lost(case: Case) -> Verdict | None:
     """A ring or dump that has lost the calls of a group."""
     lost = sorted(node[1] for node in case.graph if node[0] == "host" and node[2] == NOBODY_KNOWS)
     why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
+    if damaged := [told(each) for each in case.found.damaged if each.newest and each.rank in lost]:
+        why = f"the {' and the '.join(damaged[:3])}, and what is lost of it may be that call"
     return _undecided(case.verdict, why) if lost else None
 
 
@@ -339,6 +342,7 @@ def its_calls_may_be_of_several_groups(case: Case) -> Verdict | None:
 
 
 CONDITIONS: Final[tuple[Doubt, ...]] = (
+    its_ring_is_damaged,
     it_may_have_gone_on,
     it_is_of_different_moments,
     stacks_contradict_it,

@@ -54,6 +54,14 @@ class Stack:
     tid: int | None = None
 
 
+class Damage(NamedTuple):
+    """A ring that has lost events. what: how, in words. newest: whether the newest ones may be among them."""
+
+    rank: int
+    what: str
+    newest: bool
+
+
 class Named(NamedTuple):
     """A process group of torch: its name and description there, and what events call it."""
 
@@ -80,8 +88,8 @@ class Found:
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
     says so. waited: a rank and for how many seconds the newest of the calls has been open that its threads wait in.
-    earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
-    long as it may: what they have done since it does not tell.
+    damaged: rings that have lost events. earlier: ranks whose evidence is not known to reach to when an open call of
+    another one had waited for as long as it may: what they have done since it does not tell.
     """
 
     source: str
@@ -108,6 +116,7 @@ class Found:
     mixed: str = ""
     earlier: frozenset[int] = frozenset()
     waited: tuple[tuple[int, float], ...] = ()
+    damaged: tuple[Damage, ...] = ()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

@@ -284,6 +284,7 @@ def merge(found: Sequence[Found]) -> Found:
         mixed=next((each.mixed for each in found if each.mixed), ""),
         earlier=frozenset[int]().union(*(each.earlier for each in found)) - whole,
         waited=tuple(each for one in found for each in one.waited),
+        damaged=tuple(each for one in found for each in one.damaged),
     )
 
 

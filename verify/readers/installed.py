@@ -25,6 +25,7 @@ from verify import words
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.creations import settled
+from verify.readers.damage import damaged
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
 from verify.readers.killed import BY_HAND, LATER, STOPPED, Death, alive, came_after, death, state_of
@@ -161,6 +162,7 @@ def of_rings(
         lively=frozenset(lively),
         idle=frozenset(idle),
         remarks=tuple(remarks),
+        damaged=damaged(ring.recording for ring in rings.values()),
         waited=tuple((rank, since) for rank, each in ranks.items() if (since := _waited(each)) is not None),
     )
     return found, frozenset(gave_up)
