@@ -365,6 +365,26 @@ def killed_beside_a_slow_one() -> None:
     dist.all_reduce(x)
 
 
+def waits_for_a_callback() -> None:
+    """Rank 1 waits for what a callback of its own call sets, which rank 2 has not made; rank 0 waits for rank 1."""
+    import threading
+
+    one, other = dist.new_group([1, 2]), dist.new_group([0, 1])
+    x = train()
+    here()
+    if RANK == 1:
+        over = threading.Event()
+        work = dist.all_reduce(x, group=one, async_op=True)
+        work.get_future().then(lambda _: over.set())
+        over.wait()
+    if RANK == 2:
+        while x.sum() > 0:
+            x = x * 1.0
+        dist.all_reduce(x, group=one)
+    if RANK < 2:
+        dist.all_reduce(x, group=other)
+
+
 def sleeps_in_a_creation() -> None:
     """The last rank takes its time to make its part of a group, for which the others wait."""
     train()

@@ -20,6 +20,7 @@ from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
 from verify.hang.inside import data_that_was_refused, left_in_a_call_that_differs, left_in_the_middle
+from verify.hang.onward import whoever_keeps_its_call
 from verify.hang.stack_rings import ring_of_stacks
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -248,6 +249,7 @@ FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     any_sender_will_do,
     it_lost_another_one,
     threads_that_wait_for_each_other,
+    whoever_keeps_its_call,
     tags_that_differ,
     what_stacks_show,
     it_may_wait_for_a_call,
