@@ -103,6 +103,7 @@ def test_a_death_inside_a_call_comes_before_a_rank_that_is_slow(tmp_path: Path) 
     found = after_death(tmp_path, {0: 30.0, 1: 1.0, 2: 30.0}, frozenset({0, 2})).verdict
     assert (found.cls, found.certainty, found.ranks) == (Class.EXCEPTION, Certainty.CERTAIN, (1,))
     assert "can never end" in found.say
+    assert "was in all_reduce (call 2 on world) at train.py:7 in step, where rank 0 waits" in found.say
     assert "dmesg" in found.fix
 
 

@@ -315,8 +315,9 @@ def left_inside(open_ops: Iterable[Meeting], situation: Situation) -> Verdict | 
         if inside and open_ - raised.keys():
             others = words.ranks(open_ - raised.keys())
             wait = "waits" if len(open_ - raised.keys()) == 1 else "wait"
+            at = {seat[0]: words.at(call) for seat, (_, call) in meeting.arrived.items()}
             lines = [
-                f"{words.standing(raised[rank])}, was in {words.operation(meeting)}, where {others} {wait}"
+                f"{words.standing(raised[rank])}, was in {words.operation(meeting)}{at[rank]}, where {others} {wait}"
                 for rank in inside
             ]
             say = f"{lines[0][0].upper()}{lines[0][1:]}."
