@@ -53,7 +53,8 @@ class Rank:
         self, group: Group, op: str = "all_reduce", size: int = 4, line: int = 7,
         ins: tuple[int, ...] = (), outs: tuple[int, ...] = (), **more: Any,
     ) -> int:  # fmt: skip
-        call = Call(op, dtype="float32", ins=len(ins) or 1, outs=len(outs) or 1, **{"medium": "gloo", **more})
+        said = {"dtype": "float32", "medium": "gloo", **more}
+        call = Call(op, ins=len(ins) or 1, outs=len(outs) or 1, **said)
         key = (group.number, call.peer, call.op if call.peer is not None else "")
         number = self._numbers[key] = self._numbers.get(key, group.base if call.peer is None else 0) + 1
         if ins:

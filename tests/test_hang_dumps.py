@@ -220,10 +220,12 @@ def test_a_rank_whose_device_waits_for_what_no_dump_shows_is_not_blamed() -> Non
 
 
 def test_a_recorder_of_everything_decides_what_dumps_cannot() -> None:
-    """All arrived and equal, and everything that can wait was recorded: not a fault of order."""
+    """All arrived and equal, and everything that can wait was recorded: not a fault of order, unless it is slow."""
     found = replace(gather([H200 / "crossed_same_stream_graph"]), whole=frozenset({0, 1}))
     answer = diagnose_found(found)
-    assert (answer.code, answer.verdict.cls, answer.verdict.certainty) == (1, Class.BELOW, Certainty.CERTAIN)
+    assert (answer.code, answer.verdict.cls, answer.verdict.certainty) == (1, Class.BELOW, Certainty.CONDITIONAL)
+    late = diagnose_found(replace(found, overdue=frozenset({0, 1}))).verdict
+    assert (late.cls, late.certainty) == (Class.BELOW, Certainty.CERTAIN)
 
 
 def test_lines_of_the_program_are_quoted_where_they_are_here(tmp_path: Path) -> None:

@@ -20,24 +20,27 @@ HOST_FORMS = frozenset({"gloo"})
 
 def misfit(situation: Situation) -> Verdict | None:
     """A call whose input and output sizes contradict its operation, or an all_to_all that loses elements; or None."""
-    for key, meeting in sorted(situation.meetings.items(), key=lambda each: (each[0][1], each[0][0])):
-        if key[0].kind != "collective":
-            continue
-        calls = {
-            seat[0]: call
-            for seat, (_, call) in sorted(meeting.arrived.items(), key=lambda each: each[0])
-            if call.confidence is not Confidence.INFERRED
-        }
-        wrong = {rank: text for rank, call in calls.items() if (text := _contradiction(call, len(meeting.seats)))}
-        if wrong:
-            odd = minority([list(wrong), sorted(set(calls) - set(wrong))]) if len(wrong) < len(calls) else ()
-            told = "; ".join(f"on rank {rank} {text}" for rank, text in list(wrong.items())[:2])
-            say = f"{words.number(meeting)} cannot be right: {told}."
-            chain = tuple(f"rank {rank}: {text}{words.at(calls[rank])}" for rank, text in wrong.items())
-            return Verdict(Class.MISMATCH, ranks=odd, chain=chain, say=say, fix=words.FIXES["mismatch"])
-        if len(calls) == len(meeting.seats) and (verdict := _lost(meeting, calls) or _unlike(meeting, calls)):
-            return verdict
-    return None
+    in_order = sorted(situation.meetings.items(), key=lambda each: (each[0][1], each[0][0]))
+    return next((verdict for _, meeting in in_order if (verdict := misfit_of(meeting)) is not None), None)
+
+
+def misfit_of(meeting: Meeting) -> Verdict | None:
+    """The same of one meeting of calls."""
+    if meeting.key[0].kind != "collective":
+        return None
+    calls = {
+        seat[0]: call
+        for seat, (_, call) in sorted(meeting.arrived.items(), key=lambda each: each[0])
+        if call.confidence is not Confidence.INFERRED
+    }
+    wrong = {rank: text for rank, call in calls.items() if (text := _contradiction(call, len(meeting.seats)))}
+    if wrong:
+        odd = minority([list(wrong), sorted(set(calls) - set(wrong))]) if len(wrong) < len(calls) else ()
+        told = "; ".join(f"on rank {rank} {text}" for rank, text in list(wrong.items())[:2])
+        say = f"{words.number(meeting)} cannot be right: {told}."
+        chain = tuple(f"rank {rank}: {text}{words.at(calls[rank])}" for rank, text in wrong.items())
+        return Verdict(Class.MISMATCH, ranks=odd, chain=chain, say=say, fix=words.FIXES["mismatch"])
+    return _lost(meeting, calls) or _unlike(meeting, calls) if len(calls) == len(meeting.seats) else None
 
 
 def _unlike(meeting: Meeting, calls: dict[int, Event]) -> Verdict | None:

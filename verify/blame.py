@@ -102,7 +102,7 @@ def judge(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
             gone = [host for host in gone if host.event is None or host.event.confidence is not INFERRED] or gone
             return absent(cls, gone, graph)
     if differing := [meeting for meeting in situation.meetings.values() if not meeting.agrees()]:
-        return mismatch(differing, _sides_of_all)
+        return mismatch(differing, sides_of_all)
     if core:
         return cycle(situation, graph, core)
     hosts = [host for host, active in roots if active] or [host for host, _ in roots]
@@ -156,7 +156,7 @@ def needing(graph: nx.DiGraph[Any], node: Any) -> list[Any]:
     return [op for one in before for op in (graph.predecessors(one) if one[0] == "any" else (one,))]
 
 
-def _place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
+def place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
     """Early meetings first: by where they stand in the order of their members, on average."""
     orders = [launch.order for launch, _ in meeting.arrived.values()]
     return (sum(orders) / len(orders), meeting.key)
@@ -190,13 +190,13 @@ def absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict
     return Verdict(cls, ranks=ranks, chain=tuple(lines), say=say, fix=words.fix(cls.value, hosts))
 
 
-def _sides_of_all(meeting: Meeting) -> dict[str, list[int]]:
+def sides_of_all(meeting: Meeting) -> dict[str, list[int]]:
     return {" ".join(filter(None, side)): ranks for side, ranks in meeting.sides().items()}
 
 
 def mismatch(meetings: Iterable[Meeting], told: Callable[[Meeting], dict[str, list[int]]]) -> Verdict:
     """The verdict on the first of some meetings of calls that differ. told: what was called -> the ranks that did."""
-    meeting = min(meetings, key=_place)
+    meeting = min(meetings, key=place)
     sides = told(meeting)
     parts = [f"{side or 'no tag'} on {words.ranks(ranks)}" for side, ranks in sides.items()]
     odd = minority(sides.values(), of=len({seat[0] for seat in meeting.seats}))
@@ -312,7 +312,7 @@ def _different_groups(meeting: Meeting) -> Verdict:
     return found.only_if("they do not create the same group: with other members, or in another order")
 
 
-def _left_inside(open_ops: Iterable[Meeting], situation: Situation) -> Verdict | None:
+def left_inside(open_ops: Iterable[Meeting], situation: Situation) -> Verdict | None:
     """A rank that raised while a call of its own was open: whatever carried it ended with the process."""
     raised = {host.rank: host for host in situation.hosts if host.standing is Standing.RAISED and not host.thread}
     for meeting in open_ops:
@@ -321,8 +321,9 @@ def _left_inside(open_ops: Iterable[Meeting], situation: Situation) -> Verdict |
         if inside and open_ - raised.keys():
             others = words.ranks(open_ - raised.keys())
             wait = "waits" if len(open_ - raised.keys()) == 1 else "wait"
+            at = {seat[0]: words.at(call) for seat, (_, call) in meeting.arrived.items()}
             lines = [
-                f"{words.standing(raised[rank])}, was in {words.operation(meeting)}, where {others} {wait}"
+                f"{words.standing(raised[rank])}, was in {words.operation(meeting)}{at[rank]}, where {others} {wait}"
                 for rank in inside
             ]
             say = f"{lines[0][0].upper()}{lines[0][1:]}."
@@ -334,12 +335,12 @@ def _left_inside(open_ops: Iterable[Meeting], situation: Situation) -> Verdict |
 def _settled(graph: nx.DiGraph[Any], situation: Situation) -> Verdict:
     """All came and agree: a member that left in the middle, that did not finish what its peers did, or nobody did."""
     leaves = [data for node, data in graph.nodes(data=True) if node[0] == "op" and not graph.out_degree(node)]
-    open_ops = sorted((data["meeting"] for data in leaves), key=_place)
+    open_ops = sorted((data["meeting"] for data in leaves), key=place)
     if broken := [meeting for meeting in open_ops if meeting.failures()]:
         return _failed(broken)
     if parted := [meeting for meeting in open_ops if _parts(meeting)]:
         return _different_groups(parted[0])
-    if left := _left_inside(open_ops, situation):
+    if left := left_inside(open_ops, situation):
         return left
     stalled: dict[int, Meeting] = {}
     relayed: list[Meeting] = []

@@ -47,6 +47,11 @@ LATE = (
 """What to do about a rank that may yet come."""
 
 
+SLOW = (
+    "If it is only slow, as with much data or a slow link, wait and look again: it is when the calls go on. Else look"
+    " below the order of calls: transport, launch queues, identity of the communicator."
+)
+"""What to do about a call that all members are in, and that may yet end."""
 THROUGH = (
     "Look at what the rank is blocked in, and give it a deadline; if it is through with its loop and waits for more to"
     " do, it left early: let every member make the call, with nothing to contribute if need be."

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-import struct
 import time
 import zlib
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernel.errors import UsageError
+from kernel.record.damage import STAMPS, cut, foreign, garbled, nameless, told
 from kernel.record.layout import (
     BEAT_AT,
     CLOSED_AT,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     from kernel.request import Phase
 
-STAMPS = struct.Struct("<Q56xQ")
 KINDS = {int(kind): kind for kind in Kind}
 TRIES = 8
 """Snapshots of a ring that a fast writer laps completely while it is read."""
@@ -83,7 +82,8 @@ class Recording:
     groups: name -> members. meta: what the run said about itself. wall_ns, monotonic_ns: one moment on both clocks.
     boot: ranks that share it share the monotonic clock. closed_ns: when it was closed in order, None if it was not.
     beat_ns: when the process last ran Python to say so, None where nobody does. strings: the table, by id.
-    read_ns: when it was read, on this host's monotonic clock.
+    read_ns: when it was read, on this host's monotonic clock. damage: what the file shows of it, "" for none: events
+    may be lost, the newest ones too.
     """
 
     path: Path
@@ -105,6 +105,7 @@ class Recording:
     beat_ns: int | None = None
     strings: tuple[str, ...] = ()
     read_ns: int = 0
+    damage: str = ""
 
     def wall(self, time_ns: int) -> int:
         """An event's time as nanoseconds since 1970, which hosts share as well as their clocks agree."""
@@ -272,18 +273,22 @@ def _decoded(copy: _Copy, since: int) -> Recording:
     events = [event for event in decoded if event is not None]
     newest = max(slots, default=0) - 1
     oldest = events[0].number if events else newest + 1
+    torn = max(0, newest + 1 - oldest - len(events))
+    cut_off = cut(copy.size, head.events_at, head.capacity, newest + 1, copy.second)
+    names_lost = garbled(copy.strings) or nameless(events)
     return Recording(
         path=copy.path,
         groups=head.groups,
         capacity=head.capacity,
         events=events,
         dropped=oldest,
-        torn=max(0, newest + 1 - oldest - len(events)),
+        torn=torn,
         truncated=copy.size < head.events_at + head.capacity * EVENT.size,
         closed_ns=closed or None,
         beat_ns=beat or None,
         strings=tuple(strings),
         read_ns=copy.read_ns,
+        damage=told(cut_off, foreign(copy.first, copy.second, head.capacity, newest + 1), torn, names_lost),
         **head.said,
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kernel.record.foreign import HOST_MEDIA
 from verify.blame import Class, judge
 from verify.evidence import situation_of
+from verify.hang.damage import lost_of
 from verify.hang.restarts import kept_apart
 from verify.hang.stacks import places_of, recorded, standings
 from verify.live.threads import See, nothing_seen
@@ -50,6 +51,7 @@ class Case:
     def of(cls, found: Found, quiet: bool, look: See = nothing_seen) -> Case:
         """As the wait-for graph alone judges."""
         found = replace(found, events=kept_apart(found.events))
+        found = replace(found, unsure=found.unsure | lost_of(found))
         where = places_of(found)
         everybody = tuple(sorted({*found.expected, *found.present, *where}))
         known, where = recorded(found, where)

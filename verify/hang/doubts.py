@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.damage import its_ring_is_damaged, told
 from verify.hang.held import ring_through_holders
 from verify.hang.idling import idles
 from verify.hang.late import (
     dumps_and_stacks_are_of_two_moments,
     evidence_of,
+    it_may_only_be_slow,
     its_transfers_are_not_seen,
     nothing_shows_it_is_late,
 )
@@ -64,6 +66,8 @@ def its_call_may_be_lost(case: Case) -> Verdict | None:
     lost = sorted(node[1] for node in case.graph if node[0] == "host" and node[2] == NOBODY_KNOWS)
     what = evidence_of(case.found, lost)
     why = f"the {what} of {words.ranks(lost)} holds no call of that group, and may have lost it"
+    if damaged := [told(each) for each in case.found.damaged if each.newest and each.rank in lost]:
+        why = f"the {' and the '.join(damaged[:3])}, and what is lost of it may be that call"
     return _undecided(case.verdict, why) if lost else None
 
 
@@ -342,6 +346,7 @@ def its_calls_may_be_of_several_groups(case: Case) -> Verdict | None:
 
 
 CONDITIONS: Final[tuple[Doubt, ...]] = (
+    its_ring_is_damaged,
     it_may_have_gone_on,
     it_is_of_different_moments,
     stacks_contradict_it,
@@ -356,6 +361,7 @@ CONDITIONS: Final[tuple[Doubt, ...]] = (
     it_may_be_through,
     it_waits_for_itself,
     nothing_shows_it_is_late,
+    it_may_only_be_slow,
     they_may_be_of_two_jobs,
     its_calls_may_be_of_several_groups,
 )

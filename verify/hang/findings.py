@@ -19,6 +19,8 @@ from verify.hang.alone import odd_one_out, who_may_wait_for_a_call
 from verify.hang.case import closed, core_of
 from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
+from verify.hang.inside import data_that_was_refused, left_in_a_call_that_differs, left_in_the_middle
+from verify.hang.onward import whoever_keeps_its_call
 from verify.hang.stack_rings import ring_of_stacks
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -238,12 +240,16 @@ KILLED: Final = re.compile(r"SIG[A-Z]+\b|being killed\b")
 
 FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     groups_that_differ,
+    left_in_a_call_that_differs,
+    data_that_was_refused,
+    left_in_the_middle,
     sizes_that_cannot_fit,
     others_failed_after_it,
     the_launcher_ended,
     any_sender_will_do,
     it_lost_another_one,
     threads_that_wait_for_each_other,
+    whoever_keeps_its_call,
     tags_that_differ,
     what_stacks_show,
     it_may_wait_for_a_call,

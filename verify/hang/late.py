@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from verify import words
 from verify.blame import Certainty, Class, Verdict
 from verify.events import Kind
-from verify.hang.stacks import At
+from verify.hang.stacks import At, places_of
 from verify.matching import Standing
 
 if TYPE_CHECKING:
@@ -60,6 +60,32 @@ def nothing_shows_it_is_late(case: Case) -> Verdict | None:
         return None
     fix = words.LATE if verdict.fix == words.FIXES["missing"] else verdict.fix
     return replace(verdict, certainty=Certainty.CONDITIONAL, condition=", and ".join(conditions), fix=fix)
+
+
+def it_may_only_be_slow(case: Case) -> Verdict | None:
+    """A call that all members are in may go on, whatever the medium: it moves much data, or one of them, as its stack
+    shows, does something else inside of it first.
+    """
+    verdict = case.verdict
+    if verdict.cls is not Class.BELOW or verdict.certainty is not Certainty.CERTAIN:
+        return None
+    ranks = set(case.open_ranks)
+    if ranks & case.found.overdue:
+        return None
+    mine = places_of(replace(case.found, lively=frozenset()))
+    shown = [
+        f"{place.who} {'runs' if place.at is At.RUNNING else 'stands'} in {place.what} at {place.spot}, inside of it"
+        for rank, place in sorted(mine.items())
+        if rank in ranks and place.at in (At.OUTSIDE, At.RUNNING)
+    ]
+    waited = dict(case.found.waited)
+    if ranks and ranks <= waited.keys():
+        since = min(waited[rank] for rank in ranks)
+        shown.append(f"the last of them has been in it for {words.seconds(since, 1)}")
+    limit = f" ({case.found.timeout_s:g} s)" if case.found.timeout_s else ""
+    shown.append(f"no call here is known to have outlasted its timeout{limit}")
+    slow = verdict.only_if(f"it is not just slow: {'; '.join(shown[:4])}")
+    return replace(slow, fix=words.SLOW, say=slow.plain)
 
 
 LOOK: Final = "dump again, or look for timeouts in the logs"

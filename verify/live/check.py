@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verify.arguments import misfit
 from verify.blame import Certainty, Class, shortest_cycle
 from verify.hang.diagnosis import diagnose_found
 from verify.matching import Standing
@@ -92,7 +93,10 @@ class Check:
             blamed = set(verdict.ranks)
             return bool(blamed) and blamed <= gone and not any(look.facts[rank].gave_up for rank in blamed)
         # By other lines alone they may be the same call: that is a hint, and no alarm.
-        return verdict.cls is Class.MISMATCH and any(not m.agrees() for m in diagnosis.situation.meetings.values())
+        if verdict.cls is not Class.MISMATCH:
+            return False
+        situation = diagnosis.situation
+        return any(not each.agrees() for each in situation.meetings.values()) or misfit(situation) is not None
 
 
 def _stands(before: Facts, now: Facts) -> bool:

@@ -27,6 +27,8 @@ STILL = "it was still there after it had logged "
 """How a remark begins of a rank whose log ends with a traceback, and whose process was seen since."""
 AFTER = "it failed after another one: "
 """How a remark begins of a rank that raised what comes of another one's end."""
+REFUSED_DATA = "got "
+"""How a remark begins of a rank that said that it got more data than its call has room for."""
 MEMBERS_UNTOLD = "who is in a group is not in a watchdog's lines, and taken from the ranks that name it"
 PERHAPS_BY_IT = "it may have left by it"
 """How a line of `unknown` ends that names a rank and what it logged last but for a few lines."""
@@ -50,6 +52,14 @@ class Stack:
     holds_gil: bool | None = None
     awake: bool = False
     tid: int | None = None
+
+
+class Damage(NamedTuple):
+    """A ring that has lost events. what: how, in words. newest: whether the newest ones may be among them."""
+
+    rank: int
+    what: str
+    newest: bool
 
 
 class Named(NamedTuple):
@@ -80,8 +90,10 @@ class Found:
     most, where known. traced: a rank and the exception by which it left, as only the traceback that ends its log tells.
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
-    says so. earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
-    long as it may: what they have done since it does not tell. recorded: ranks with a record of ours, whole or not.
+    says so. waited: a rank and for how many seconds the newest of the calls has been open that its threads wait in.
+    damaged: rings that have lost events. earlier: ranks whose evidence is not known to reach to when an open call of
+    another one had waited for as long as it may: what they have done since it does not tell. recorded: ranks with a
+    record of ours, whole or not.
     """
 
     source: str
@@ -108,6 +120,8 @@ class Found:
     mixed: str = ""
     earlier: frozenset[int] = frozenset()
     recorded: frozenset[int] = frozenset()
+    waited: tuple[tuple[int, float], ...] = ()
+    damaged: tuple[Damage, ...] = ()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from verify.readers.found import Reader
 
-READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deaths", "deepep", "nccl_log", "watchdog")
+READERS: Final = ("record", "flight_recorder", "ras", "stacks", "deaths", "gloo_words", "deepep", "nccl_log",
+                  "watchdog")  # fmt: skip
 """Modules of this package that export READER; the more particular formats first."""
-LOGS: Final = ("stacks", "deaths", "deepep", "nccl_log", "watchdog")
+LOGS: Final = ("stacks", "deaths", "gloo's words", "deepep", "nccl_log", "watchdog")
 """Readers of lines in logs: one log may hold lines of each."""
 STRICT: Final = "flight recorder"
 """The reader whose files are refused for more than damage: what it does not leave out itself is an error."""
@@ -345,6 +346,8 @@ def merge(found: Sequence[Found]) -> Found:
         mixed=next((each.mixed for each in found if each.mixed), ""),
         earlier=frozenset[int]().union(*(each.earlier for each in found)) - whole,
         recorded=frozenset[int]().union(*(each.recorded for each in found)),
+        waited=tuple(each for one in found for each in one.waited),
+        damaged=tuple(each for one in found for each in one.damaged),
     )
 
 

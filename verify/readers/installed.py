@@ -25,6 +25,7 @@ from verify import words
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.creations import settled
+from verify.readers.damage import damaged
 from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
 from verify.readers.killed import BY_HAND, LATER, STOPPED, Death, alive, came_after, death, state_of
@@ -162,6 +163,8 @@ def of_rings(
         idle=frozenset(idle),
         remarks=tuple(remarks),
         recorded=frozenset(rings),
+        damaged=damaged(ring.recording for ring in rings.values()),
+        waited=tuple((rank, since) for rank, each in ranks.items() if (since := _waited(each)) is not None),
     )
     return found, frozenset(gave_up)
 
@@ -181,6 +184,17 @@ def _age(ring: Ring, runs: bool | None) -> float | None:
     # A ring without an event was made when its clocks were read.
     moved = ring.newest.time_ns if ring.newest is not None else ring.recording.monotonic_ns
     return max(0.0, ((ring.recording.read_ns or time.monotonic_ns()) - moved) / 1e9)
+
+
+def _waited(rank: _Rank) -> float | None:
+    """For how many seconds the newest call has been open that a thread waits in, when it was last seen."""
+    ring, recording = rank.ring, rank.ring.recording
+    items = [item for number in ring.waits.values() if (item := ring.items_by_number.get(number)) is not None]
+    begun = max((item.time_ns for item in items if not item.done), default=None)
+    if begun is None or rank.left is not None or (not rank.here and recording.beat_ns is None):
+        return None
+    last = (recording.read_ns or time.monotonic_ns()) if rank.here else recording.beat_ns or 0
+    return max(0.0, (last - begun) / 1e9)
 
 
 def _patience(rank: _Rank, patience_s: float) -> float:

@@ -29,6 +29,7 @@ from kernel.record.layout import MAGIC, ORPHANED
 from verify import words
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
+from verify.readers.damage import damaged, lines
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
 from verify.readers.killed import LATER, STOPPED, Death, alive, came_after, death, held
@@ -148,6 +149,7 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
         overdue=frozenset(rank for rank, ring in rings.items() if ring.raised and silent(ring.raised.text)),
         recorded=frozenset(recordings),
+        damaged=damaged(recordings.values()),
     )
 
 
@@ -456,15 +458,11 @@ class Ring:
 
     def _say(self) -> None:
         recording = self.recording
-        if recording.dropped:
-            self.unknown.append(f"{recording.dropped} older events are overwritten")
-        if recording.torn or recording.truncated:
-            cut = ", and the file is cut off" * recording.truncated
-            self.unknown.append(f"{recording.torn} events cannot be read{cut}")
+        self.unknown += lines(recording)
         if self.lost_graphs:
             self.unknown.append(f"{self.lost_graphs} graph launches cannot be numbered")
         if self.newest_ns is None:
-            self.unknown.append("its ring is empty")
+            self.unknown += [] if recording.damage else ["its ring is empty"]
         elif self.lively:
             age = max(0, self._now_ns - self.newest_ns) / 1e9
             self.unknown.append(f"moved {words.seconds(age, 1)} ago: {LOOK_AGAIN}")
