@@ -351,6 +351,25 @@ def dies_beside() -> None:
     dist.all_reduce(x, group=group)
 
 
+def retries(stays: bool = False) -> None:
+    """The last rank leaves, or stays away, and the others try their barrier again and again."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    train()
+    here()
+    if RANK == SIZE - 1:
+        if not stays:
+            sys.exit(0)
+        time.sleep(600)
+    while True:
+        try:
+            dist.barrier(group)
+        except RuntimeError:
+            time.sleep(0.3)
+
+
+retries_for_one_that_stays = partial(retries, stays=True)
+
+
 def ends() -> None:
     """Nothing is wrong, and the job waits for its next piece of work."""
     train()

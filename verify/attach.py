@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from kernel.record import Recording
 
+PATIENCE_S = 3.0
+"""How long a rank may be silent that is not stuck."""
 SPY_TIMEOUT_S = 20.0
 TRIES = 4
 """Dumps that py-spy is asked for until one succeeds."""
@@ -50,16 +52,20 @@ MOST_RINGS = 1 << 16
 
 
 def attach(
-    pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-spy", beside: bool = False
+    pids: Iterable[int],
+    patience_s: float = PATIENCE_S,
+    spy: str | None = "py-spy",
+    beside: bool = False,
+    rest: bool = True,
 ) -> Found:
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
-    beside: there is other evidence.
+    beside: there is other evidence. rest: wait for a rank that moved a moment ago to be silent for as long as that.
 
     The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
     read too. Wrappers, launchers and workers of ranks that are given as well are left out (`verify.lineage`). A pid
     that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice. Records are read
-    after that, so that a rank that has moved since is seen to have; and where one moved less than patience_s ago, again
-    when it should have been silent for so long.
+    after that, so that a rank that has moved since is seen to have; and, with `rest`, where one moved less than
+    patience_s ago, again when it should have been silent for so long.
     Raises UsageError, one line, for pids that are no processes, or no ranks (`verify.no_rank`), where nothing at all
     may be read, or for processes of several jobs: the ranks of one would be taken for those of the other.
     """
@@ -94,8 +100,8 @@ def attach(
     unknown += [line for _, why in told for line in why]
     if recordings:
         recordings = _recordings(paths, []) or recordings
-        if (rest := _youngest(recordings, patience_s)) > 0:
-            time.sleep(rest)
+        if rest and (left_s := _youngest(recordings, patience_s)) > 0:
+            time.sleep(left_s)
             recordings = _recordings(paths, []) or recordings
     own = of_recordings(recordings, "record", patience_s) if recordings else Found("processes")
     seen_ranks = frozenset(stack.rank for stack in threads if stack.rank is not None)

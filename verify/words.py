@@ -159,7 +159,7 @@ def failure(meeting: Meeting) -> str:
     failed = meeting.failures()
     told: dict[str, list[int]] = {}
     for rank, call in failed.items():
-        told.setdefault(f"{at(call)}: {call.failed[:200]}", []).append(rank)
+        told.setdefault(f"{at(call)}: {brief(call.failed)}", []).append(rank)
     return "; ".join(f"it failed on {ranks(numbers)}{what}" for what, numbers in list(told.items())[:2])
 
 

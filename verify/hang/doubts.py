@@ -400,6 +400,6 @@ def _ahead(case: Case, joint: bool = False) -> str:
             what = f"{words.ranks(done)} finished {words.operation(meeting)}"
             if meeting.failures():
                 what = f"of {words.operation(meeting)}, {words.failure(meeting)}"
-                return f"{what}; {words.ranks(late)} did not call it or called it after the dump"
-            return f"{what}, which {words.ranks(late)} did not call or called after the dump"
+                return f"{what}; {words.ranks(late)} did not call it or called it later"
+            return f"{what}, which {words.ranks(late)} did not call or called later"
     return ""
