@@ -114,6 +114,25 @@ def its_members_are_not_known(case: Case) -> Verdict | None:
     return replace(case.verdict, cls=Class.NONE, chain=(), fix=words.DECIDE).undecided(why)
 
 
+def its_members_are_inferred(case: Case) -> Verdict | None:
+    """Everybody who left a dump is in one call; but nothing lists the members of its group, and there may be others."""
+    open_ = [
+        meeting for meeting in case.situation.meetings.values()
+        if meeting.key[0].name in case.found.inferred
+        and any(not launch.done and launch.rank not in case.found.whole for launch, _ in meeting.arrived.values())
+    ]  # fmt: skip
+    if not open_:
+        return None
+    # Each rank may wait in one of several groups: the first that all who are known of have come to is told.
+    meeting = min(open_, key=lambda each: each.key)
+    left = "the only one that left a dump" if len(case.found.present) == 1 else "as all that left dumps do"
+    why = (
+        f"{words.waiters(meeting)}, {left}; who else belongs to {meeting.key[0].name} is not in dumps of gloo, and"
+        " whoever left none may be elsewhere"
+    )
+    return replace(case.verdict, cls=Class.NONE, chain=(), fix=words.DECIDE).undecided(why)
+
+
 def not_every_wait_is_recorded(case: Case) -> Verdict | None:
     """Calls that all members are in may wait for something that the evidence does not show."""
     verdict, ranks = case.verdict, set(case.open_ranks)
@@ -214,7 +233,7 @@ def calls_failed(case: Case) -> Verdict | None:
 DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
     Class.MISSING: (its_call_may_be_lost, its_dump_is_absent, it_may_yet_come),
     Class.DEVICE_STALL: (it_may_go_on, an_absent_member_may_keep_it),
-    Class.BELOW: (it_may_go_on, its_members_are_not_known, not_every_wait_is_recorded),
+    Class.BELOW: (it_may_go_on, its_members_are_not_known, its_members_are_inferred, not_every_wait_is_recorded),
     Class.NONE: (
         a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
         ranks_do_something_else, no_call_is_in_it, its_transfers_are_not_seen, calls_failed,

@@ -98,7 +98,7 @@ def _told(part: Family, unknown: list[str], whole: bool) -> Found:
         ),
         overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
         timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
-        deaf=job.deaf, mixed=mixed, earlier=frozenset(_of_before(mine)),
+        deaf=job.deaf, mixed=mixed, earlier=frozenset(_of_before(mine)), inferred=job.inferred,
     )  # fmt: skip
 
 
@@ -196,6 +196,7 @@ class _Job:
         )
         self.groups, self.disputed, self.outside = known.groups, known.disputed, known.outside
         self.unknown += known.unknown
+        self._inferred = known.inferred
         self.labels = self._labels()
         self.communicators = {group: Communicator(group.members, label) for group, label in self.labels.items()}
         self._orders: dict[int, dict[Name, int]] = {}
@@ -221,6 +222,11 @@ class _Job:
             self._counted(group, kinds)
         self.unsure |= {(rank, self.labels[group]) for group in self.disputed for rank in group.members}
         self.deaf = self._deaf()
+
+    @property
+    def inferred(self) -> frozenset[str]:
+        """What people call the groups whose members no dump lists."""
+        return frozenset(label for group, label in self.labels.items() if group.name in self._inferred)
 
     def _deaf(self) -> frozenset[int]:
         """Ranks whose sends and receives no dump would hold: those on gloo, which records collectives only, unless

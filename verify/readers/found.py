@@ -79,6 +79,7 @@ class Found:
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
     says so. earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
     long as it may: what they have done since it does not tell. damaged: ranks of whose record a part cannot be read.
+    inferred: groups whose members nothing lists: there may be others than those that left a dump.
     """
 
     source: str
@@ -105,6 +106,7 @@ class Found:
     mixed: str = ""
     earlier: frozenset[int] = frozenset()
     damaged: frozenset[int] = frozenset()
+    inferred: frozenset[str] = frozenset()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:
