@@ -18,6 +18,10 @@ class Damaged(UsageError):
     """A file that its writer did not finish, or that was cut or changed since. In a folder the others still tell."""
 
 
+class Empty(Damaged):
+    """A file without a byte: the dump that was not written, or the log of a rank that has said nothing."""
+
+
 ENDED = "one of its threads is gone: "
 """How a remark begins that is told of any rank, as it may be the cause though another rank is blamed."""
 
