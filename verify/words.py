@@ -47,6 +47,11 @@ THROUGH = (
     " do, it left early: let every member make the call, with nothing to contribute if need be."
 )
 """What to do about a rank that is blocked in a wait that may be its idle one."""
+CHILD = (
+    "Look at why its child ended; let whoever waits for a child's answer notice that it is gone: a deadline, its exit"
+    " code, or the other end of the pipe closed in the parent."
+)
+"""What to do about a rank that waits beside a child that is gone."""
 DECIDE = (
     "Look again after a while, and add what is not here: stacks of all ranks (turnstile hang --pid on their host, or"
     " py-spy dump), dumps of all ranks, or a record (turnstile.record.install) of the next run."
