@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kernel.errors import UsageError
 from tests.fr_dumps import Recorder, write
+from verify import words
 from verify.blame import Class
 from verify.hang.diagnosis import diagnose_found
 from verify.readers.gather import gather
@@ -68,3 +70,26 @@ def test_dumps_that_list_the_members_are_believed(tmp_path: Path) -> None:
     one.call("0", state="scheduled")
     found = diagnose_found(gather([write(tmp_path / "job", {0: one.dump()})]))
     assert "who else belongs" not in found.verdict.say
+
+
+def test_of_an_operation_that_thousands_are_missing_from_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for each of them, which took a time that grew with their square."""
+    asked: list[int] = []
+    waiters = words.waiters
+    monkeypatch.setattr(words, "waiters", lambda meeting: (asked.append(1), waiters(meeting))[1])
+    one = Recorder(0, {"0": ("default_pg", range(3000))})
+    one.call("0", state="scheduled")
+    found = diagnose_found(gather([write(tmp_path / "job", {0: one.dump()})]))
+    assert (found.code, found.verdict.ranks) == (3, ())
+    assert len(found.situation.hosts) == 3000
+    assert len(asked) < 20
+
+
+def test_a_number_that_is_no_rank_is_not_cut_to_one(tmp_path: Path) -> None:
+    one = Recorder(0, {"0": ("default_pg", (0,))}, backend="gloo")
+    one.call("0", state="scheduled")
+    dump = one.dump() | {"pg_config": {}}
+    with pytest.raises(UsageError, match="cannot tell its rank"):
+        gather([write(tmp_path / "job", {4000000000: dump})])

@@ -162,20 +162,40 @@ def _place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
     return (sum(orders) / len(orders), meeting.key)
 
 
-def _nearest(graph: nx.DiGraph[Any], rank: int, op: Any) -> tuple[bool, bool, Any]:
-    """Sorts first the operations in which somebody waits in front, and those that lack `rank` itself."""
-    arrived = {seat[0] for seat in graph.nodes[op]["meeting"].arrived}
-    return (not graph.nodes[op].get("active"), rank in arrived or rank not in op[1][0][2], op)
+class _Operations:
+    """What is asked of operations for each of the hosts that keep them waiting, who may be thousands in one."""
+
+    def __init__(self, graph: nx.DiGraph[Any]) -> None:
+        self._graph = graph
+        self._known: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        self._waiters: dict[int, str] = {}
+
+    def nearest(self, rank: int, op: Any) -> tuple[bool, bool, Any]:
+        """Sorts first the operations in which somebody waits in front, and those that lack `rank` itself."""
+        meeting: Meeting = self._graph.nodes[op]["meeting"]
+        if (known := self._known.get(id(meeting))) is None:
+            arrived = frozenset(seat[0] for seat in meeting.arrived)
+            known = self._known[id(meeting)] = arrived, frozenset(meeting.key[0].members)
+        arrived, members = known
+        return (not self._graph.nodes[op].get("active"), rank in arrived or rank not in members, op)
+
+    def waiters(self, op: Any) -> str:
+        """See `verify.words.waiters`."""
+        meeting: Meeting = self._graph.nodes[op]["meeting"]
+        if id(meeting) not in self._waiters:
+            self._waiters[id(meeting)] = words.waiters(meeting)
+        return self._waiters[id(meeting)]
 
 
 def absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict:
     """The verdict on hosts that left, are blocked outside or never came, for whom others wait."""
     ranks = tuple(sorted({host.rank for host in hosts}))
     alike: dict[tuple[str, str], list[Host]] = {}
+    known = _Operations(graph)
     for host in hosts:
         node = ("host", host.rank, host.thread)
-        ops = sorted(needing(graph, node), key=partial(_nearest, graph, host.rank)) if node in graph else []
-        waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
+        ops = sorted(needing(graph, node), key=partial(known.nearest, host.rank)) if node in graph else []
+        waiting = f"{known.waiters(ops[0])} for " if ops else ""
         alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
     lines = [f"{waiting}{words.standings(same)}" for (waiting, _), same in alike.items()]
     say = f"{lines[0][0].upper()}{lines[0][1:]}." if lines else ""

@@ -51,7 +51,7 @@ def sample(pid: int) -> Sample | None:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         ticks = int(fields[11]) + int(fields[12])
         counts = switches(tasks)
-        still = _locked(tasks / str(pid)) and not children_of(pid).living and not signalled(tasks.parent)
+        still = _locked(tasks / str(pid)) and not children_of(pid).living and not signalled(tasks.parent, ending=False)
         for task in tasks.iterdir():
             if not still:
                 break

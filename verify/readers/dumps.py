@@ -127,7 +127,7 @@ def _by_rank(dumps: Sequence[Dump], unknown: list[str]) -> Dumps:
         own = [same.get(at) or same.setdefault(at, frozenset(each)) for at, each in lists.items()]
         possible = frozenset.intersection(*sorted(own, key=len)) if own else frozenset()
         stem = re.sub(r"\.(?:pickle|pkl|json|bin|dump|trace|txt|\d{14,})$", "", dump.path.name)
-        numbers = [int(each) for each in re.findall(r"\d{1,9}", stem)]
+        numbers = [int(each) for each in re.findall(r"(?<!\d)\d{1,9}(?!\d)", stem)]
         marked = [int(each) for each in MARKED.findall(stem)]
         # The number by the word "rank" comes first; where that is a number of something else, the groups tell.
         named = [*marked[-1:], *numbers[-1:], *marked, *reversed(numbers)]
