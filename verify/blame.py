@@ -255,13 +255,23 @@ def cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     if odd:
         verb = "differs" if len(odd) == 1 else "differ"
         say += f" {words.ranks(odd).capitalize()} {verb} from the majority, which calls {order}."
-    found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
+    found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=_turned(ops))
     presumed = {graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed}
     if not presumed:
         return found
     return found.only_if(
         f"{words.ranks(presumed)} {'waits for what it has' if len(presumed) == 1 else 'wait for what they have'} open"
     )
+
+
+def _turned(ops: Sequence[Meeting]) -> str:
+    """What to do about a ring of calls: of ranks that all send first, or all receive, the order is one already."""
+    ends = {seat[1] for meeting in ops for seat in meeting.arrived}
+    if ops and len(ends) == 1 and all(meeting.key[0].kind == "pair" and meeting.arrived for meeting in ops):
+        sends = ends == {"send"}
+        first, second = ("sends", "receives") if sends else ("receives", "sends")
+        return words.ALL_ALIKE.format(first=first, second=second)
+    return words.FIXES["cycle"]
 
 
 def _out_of_order(ops: Sequence[Meeting]) -> tuple[tuple[int, ...], str]:

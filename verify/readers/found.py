@@ -25,6 +25,8 @@ class Empty(Damaged):
 ENDED = "one of its threads is gone: "
 """How a remark begins that is told of any rank, as it may be the cause though another rank is blamed."""
 
+ENDED_ITS_RECORD: Final = "its program has ended its record"
+"""How a line of `unknown` about a rank goes on that took its record out, and lives on."""
 LOOK_AGAIN = "look again before believing that it is stuck"
 """How a line of `unknown` ends that is about a rank that moved a moment ago."""
 STILL = "it was still there after it had logged "
