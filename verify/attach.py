@@ -87,6 +87,7 @@ def attach(
     ranks: dict[int, int | None] = {}
     paths: dict[int, list[Path]] = {pid: ring_paths(pid) for pid in here}
     recordings = _recordings(paths, unknown)
+    unknown += [line for pid in here if (line := _lost_record(pid)) is not None]
     for pid in here:
         mine = [rank for rank, recording in recordings.items() if recording.path in paths[pid]]
         ranks[pid] = mine[-1] if mine else rank_of(pid)
@@ -178,16 +179,33 @@ def _youngest(recordings: Mapping[int, Recording], patience_s: float) -> float:
 
 def ring_paths(pid: int) -> list[Path]:
     """The rings that a process has mapped, as files that this process can open."""
-    found: dict[Path, None] = {}
+    return list(dict.fromkeys(_visible(pid, name) for name in _mapped(pid) if not name.endswith(GONE)))
+
+
+def _lost_record(pid: int) -> str | None:
+    """What to say of a process whose ring has no name any more: a second job took its folder, or somebody deleted it.
+    What it records goes nowhere.
+    """
+    names = _mapped(pid)
+    if not names or not all(name.endswith(GONE) for name in names):
+        return None
+    name = names[0].removesuffix(GONE)
+    what = "was replaced by that of a later job" if os.path.exists(name) else "was deleted"
+    return f"pid {pid}: its record {name} {what} while it runs: not used; give each job a directory of its own"
+
+
+GONE = " (deleted)"
+"""How the name of a file ends that is mapped and was deleted (proc(5))."""
+
+
+def _mapped(pid: int) -> list[str]:
+    """The names of the rings that a process has mapped, as it sees them."""
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as maps:
-            for line in maps:
-                path = line.rstrip("\n").split(maxsplit=5)[5:]
-                if path and re.search(r"/rank\d{1,9}\.ring$", path[0]):
-                    found[_visible(pid, path[0])] = None
+            names = [path[0] for line in maps if (path := line.rstrip("\n").split(maxsplit=5)[5:])]
     except OSError:
         return []
-    return list(found)
+    return [name for name in dict.fromkeys(names) if re.search(r"/rank\d{1,9}\.ring( \(deleted\))?$", name)]
 
 
 def _keeps_a_record(pid: int) -> bool:

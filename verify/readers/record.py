@@ -32,6 +32,7 @@ from verify.events import Kind as What
 from verify.readers.damage import told as damage_of
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
+from verify.readers.kept import newest
 from verify.readers.killed import LATER, STOPPED, Death, alive, came_after, death, held
 from verify.readers.told import CONSEQUENCE, of_others, silent
 from verify.runs import has_rings, world_of
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 RENDEZVOUS: Final = "rendezvous"
 """The communicator of all ranks' exchanges, as in `verify.order.record`."""
-KEEP: Final = 20_000
-"""Finished collectives of a rank that are kept, the newest ones; unfinished ones always are."""
 STILL_NS: Final = 5_000_000_000
 """A rank that is killed after its job has not moved for so long is killed for that."""
 IDLE: Final = "inbox"
@@ -250,7 +249,7 @@ class Ring:
             # It computes, or is about to do something: what it has not called it may yet call.
             last = [Event(self.rank, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)]
         self._say()
-        return [*_newest(list(calls.values())), *last]
+        return [*newest(list(calls.values())), *last]
 
     @property
     def unsure(self) -> set[tuple[int, str]]:
@@ -494,15 +493,3 @@ class Ring:
 def queue_of(text: str) -> str:
     """The queue that a host wait is for: all of P, or that of one submission."""
     return "P" if text == "P device" else text
-
-
-def _newest(calls: list[Event]) -> list[Event]:
-    """All unfinished ones and the newest `KEEP` of the others, in their order."""
-    excess = sum(call.state is State.COMPLETED for call in calls) - KEEP
-    kept = []
-    for call in calls:
-        if excess > 0 and call.state is State.COMPLETED:
-            excess -= 1
-        else:
-            kept.append(call)
-    return kept
