@@ -80,7 +80,6 @@ class Recording:
 
     events: in order; `dropped` older ones are gone (overwritten, or asked not to be read), and `torn` between them
     could not be read: being written just now, cut off, or damaged. truncated: the file is shorter than it was made.
-    cut: its newest events may be lost: the file ends before them, or none of them is where the header says.
     groups: name -> members. meta: what the run said about itself. wall_ns, monotonic_ns: one moment on both clocks.
     boot: ranks that share it share the monotonic clock. closed_ns: when it was closed in order, None if it was not.
     beat_ns: when the process last ran Python to say so, None where nobody does. strings: the table, by id.
@@ -106,7 +105,6 @@ class Recording:
     beat_ns: int | None = None
     strings: tuple[str, ...] = ()
     read_ns: int = 0
-    cut: bool = False
 
     def wall(self, time_ns: int) -> int:
         """An event's time as nanoseconds since 1970, which hosts share as well as their clocks agree."""
@@ -286,7 +284,6 @@ def _decoded(copy: _Copy, since: int) -> Recording:
         beat_ns=beat or None,
         strings=tuple(strings),
         read_ns=copy.read_ns,
-        cut=not _goes_on(copy, newest) if slots or not stamped else False,
         **head.said,
     )
 
@@ -336,18 +333,6 @@ def _slots(copy: _Copy) -> tuple[dict[int, bytes], bool]:
             slots[stamp] = second[slot : slot + EVENT.size]
     newest = max(slots, default=0)
     return {stamp: slot for stamp, slot in slots.items() if stamp > newest - capacity}, stamped
-
-
-def _goes_on(copy: _Copy, newest: int) -> bool:
-    """Whether no event can have come after number `newest`: the file is whole, or the next slot is there and blank.
-
-    newest: -1 where there is none; then no slot may have been written.
-    """
-    if newest >= 0 and len(copy.second) == copy.head.capacity * EVENT.size:
-        return True
-    at = (newest + 2) % copy.head.capacity * EVENT.size
-    after = copy.second[at : at + EVENT.size]
-    return len(after) == EVENT.size and not any(after) and (newest >= 0 or not any(copy.first))
 
 
 def whole(data: bytes, capacity: int, first: int = 0) -> Iterator[tuple[int, int]]:

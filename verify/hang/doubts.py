@@ -61,12 +61,7 @@ def weighed(case: Case) -> Verdict:
 def its_call_may_be_lost(case: Case) -> Verdict | None:
     """A ring or dump that has lost the calls of a group."""
     lost = sorted(node[1] for node in case.graph if node[0] == "host" and node[2] == NOBODY_KNOWS)
-    broken = sorted(case.found.damaged.intersection(lost))
-    if broken:
-        is_, it = ("ring of {} is", "it") if len(broken) == 1 else ("rings of {} are", "they")
-        why = f"the {is_.format(words.ranks(broken))} damaged, and {it} may have lost the call"
-    else:
-        why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
+    why = f"the dump of {words.ranks(lost)} holds no call of that group, and may have lost it"
     return _undecided(case.verdict, why) if lost else None
 
 

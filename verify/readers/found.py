@@ -84,8 +84,8 @@ class Found:
     undated: of these, the ranks of which there is more that may be later: lines of the log, a dump. deaf: ranks of
     which this never holds sends and receives, whatever they made. mixed: why this may be of two jobs, "" where nothing
     says so. earlier: ranks whose evidence is not known to reach to when an open call of another one had waited for as
-    long as it may: what they have done since it does not tell. damaged: ranks of whose record a part cannot be read.
-    inferred: groups whose members nothing lists: there may be others than those that left a dump.
+    long as it may: what they have done since it does not tell. inferred: groups whose members nothing
+    lists: there may be others than those that left a dump.
     """
 
     source: str
@@ -111,7 +111,6 @@ class Found:
     undated: frozenset[int] = frozenset()
     mixed: str = ""
     earlier: frozenset[int] = frozenset()
-    damaged: frozenset[int] = frozenset()
     inferred: frozenset[str] = frozenset()
 
 

@@ -320,7 +320,6 @@ def merge(found: Sequence[Found]) -> Found:
         deaf=frozenset[int]().union(*(each.deaf for each in found)) - whole,
         mixed=next((each.mixed for each in found if each.mixed), ""),
         earlier=frozenset[int]().union(*(each.earlier for each in found)) - whole,
-        damaged=frozenset[int]().union(*(each.damaged for each in found)) - whole,
         inferred=frozenset[str]().union(*(each.inferred for each in found)),
     )
 

@@ -25,14 +25,13 @@ from verify import words
 from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.creations import settled
-from verify.readers.damage import told
 from verify.readers.found import ENDED, ENDED_ITS_RECORD, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
 from verify.readers.killed import BY_HAND, LATER, STOPPED, Death, alive, came_after, death, state_of
 from verify.readers.lines import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from kernel.record import Recording
     from verify.readers.installed_call import Item
@@ -120,12 +119,7 @@ def of_rings(
                 where = f" at {raised.site}" if raised.site else ""
                 each.ended.append(f"{ENDED}{each.ring.called(thread)}ended by {raised.text[:200]}{where}")
         mine = each.ring.events()
-        if each.ring.recording.cut:
-            # Where it stood when its newest events were written is lost, and so is what came of its open calls.
-            mine = [event for event in mine if event.state is State.COMPLETED]
-            wait = Event(rank, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
-            last = [wait if each.left is None else each.left]
-        elif each.left is not None and not consequence and not each.here:
+        if each.left is not None and not consequence and not each.here:
             # With all of its threads.
             last = [replace(each.left, thread=thread) for thread in sorted({*(event.thread for event in mine), ""})]
             last.reverse()
@@ -146,14 +140,14 @@ def of_rings(
                 last = [replace(event, state=State.STARTED) if event.operation == NOTHING else event for event in last]
                 lively.add(rank)
                 did = "moved" if each.ring.newest is not None else "began"
-                began = f"{source}: rank {rank}: {did} {words.seconds(each.age_s, 1)} ago"
-                unknown.append(f"{began}: {LOOK_AGAIN}")
+                told = f"{source}: rank {rank}: {did} {words.seconds(each.age_s, 1)} ago"
+                unknown.append(f"{told}: {LOOK_AGAIN}")
         events += [*mine, *last]
         unknown += [f"{source}: rank {rank}: {text}" for text in (*each.ring.unknown, *each.unknown)]
         remarks += [(rank, text) for text in (*each.ended, *each.ring.remarks, *each.remarks)]
     if absent := sorted(everybody - set(rings)):
-        names = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        unknown.append(f"{source}: no ring of rank {names}")
+        told = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        unknown.append(f"{source}: no ring of rank {told}")
     moved = [ring.recording.wall(ring.newest.time_ns) for ring in rings.values() if ring.newest is not None]
     found = Found(
         source,
@@ -162,12 +156,11 @@ def of_rings(
         expected=frozenset(everybody),
         unknown=tuple(unknown),
         moved_ns=max(moved, default=None),
-        unsure=_unsure(rings) | _lost(rings, events),
+        unsure=_unsure(rings),
         whole=frozenset(rank for rank, ring in rings.items() if ring.whole),
         lively=frozenset(lively),
         idle=frozenset(idle),
         remarks=tuple(remarks),
-        damaged=frozenset(rank for rank, ring in rings.items() if told(ring.recording)),
     )
     return found, frozenset(gave_up)
 
@@ -272,8 +265,8 @@ def _idle(rank: _Rank, patience_s: float) -> Event | None:
             return _outside(number, STOPPED)
         beat = recording.beat_ns
         if beat is not None and (silent := ((recording.read_ns or time.monotonic_ns()) - beat) / 1e9) > SILENT_S:
-            still = f"no Python has run in its process for {silent:.0f} s"
-            rank.remarks.append(f"{still}: a thread holds the interpreter lock")
+            told = f"no Python has run in its process for {silent:.0f} s"
+            rank.remarks.append(f"{told}: a thread holds the interpreter lock")
             return _outside(number, "code that holds the interpreter lock")
         if rank.age_s < _patience(rank, patience_s):
             return Event(number, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
@@ -303,10 +296,3 @@ def _unsure(rings: Mapping[int, Ring]) -> frozenset[tuple[int, str]]:
     wrong = {key for key in shaky if len(bases[key]) > 1}
     ended = {(rank, name) for rank, ring in rings.items() if ring.uninstalled for name, _ in bases}
     return frozenset((rank, name) for name, ranks in wrong for rank in ranks) | ended
-
-
-def _lost(rings: Mapping[int, Ring], events: Iterable[Event]) -> frozenset[tuple[int, str]]:
-    """Ranks and groups of which rings that are damaged may have lost calls."""
-    calls = (call for event in events for call in event.calls)
-    names = {call.communicator.name for call in calls if call.communicator is not None}
-    return frozenset((rank, name) for rank, ring in rings.items() for name in ring.doubtful(names))

@@ -24,7 +24,6 @@ from kernel.record.foreign import (
 )
 from verify.events import ANYBODY, Communicator, Confidence, Event, Site, State, pair_stream
 from verify.events import Kind as What
-from verify.readers.damage import doubtful, told
 from verify.readers.found import waits_for_nothing
 from verify.readers.installed_call import UNCOUNTED, Item
 from verify.readers.lines import brief
@@ -129,13 +128,8 @@ class Ring:
         recording = self.recording
         tied = self._edges and any(not item.done and item.medium not in HOST_MEDIA for item in self.items)
         nameless = any(item.group.ranks is None for item in self.items if not item.done)
-        cut = recording.torn or recording.cut or self.uninstalled
+        cut = recording.torn or recording.truncated or self.uninstalled
         return not (cut or self._broken or self._lost or tied or nameless)
-
-    def doubtful(self, groups: set[str]) -> set[str]:
-        """Those of `groups` in which it may have made calls that the ring has lost."""
-        newest = {self._communicator(item.group, item.call).name: item.number for item in self.items}
-        return doubtful(self.recording, groups, newest, bool(self._lost))
 
     # -- one by one -----------------------------------------------------------------------------------------------
 
@@ -458,11 +452,12 @@ class Ring:
         recording, found = self.recording, list(self._troubles)
         if recording.dropped:
             found.append(f"{recording.dropped} older events are overwritten")
-        if damage := told(recording):
-            found.append(damage)
+        if recording.torn or recording.truncated:
+            cut = ", and the file is cut off" if recording.truncated else ""
+            found.append(f"{recording.torn} events cannot be read{cut}")
         if self._lost:
             found.append(f"{self._lost} calls or graph launches cannot be read")
-        if self.newest is None and not recording.cut:
+        if self.newest is None:
             found.append("its ring is empty")
         return found
 

@@ -29,10 +29,8 @@ from kernel.record.layout import MAGIC, ORPHANED
 from verify import words
 from verify.events import Communicator, Confidence, Event, Site, State
 from verify.events import Kind as What
-from verify.readers.damage import told as damage_of
 from verify.readers.found import LOOK_AGAIN, Found
 from verify.readers.jobs import of_one_job, refuse_two
-from verify.readers.kept import newest
 from verify.readers.killed import LATER, STOPPED, Death, alive, came_after, death, held
 from verify.readers.told import CONSEQUENCE, of_others, silent
 from verify.runs import has_rings, world_of
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
 
 RENDEZVOUS: Final = "rendezvous"
 """The communicator of all ranks' exchanges, as in `verify.order.record`."""
+KEEP: Final = 20_000
+"""Finished collectives of a rank that are kept, the newest ones; unfinished ones always are."""
 STILL_NS: Final = 5_000_000_000
 """A rank that is killed after its job has not moved for so long is killed for that."""
 IDLE: Final = "inbox"
@@ -147,7 +147,6 @@ def of_rings(rings: Mapping[int, Ring], source: str) -> Found:
         lively=frozenset(rank for rank, ring in rings.items() if ring.lively),
         orphaned=bool(rings) and all(ring.orphaned for ring in rings.values()),
         overdue=frozenset(rank for rank, ring in rings.items() if ring.raised and silent(ring.raised.text)),
-        damaged=frozenset(rank for rank, ring in rings.items() if damage_of(ring.recording)),
     )
 
 
@@ -238,24 +237,16 @@ class Ring:
         """Everything that it tells, in the host's order; what it waits in, or how it left, last."""
         self.unknown = []
         calls = {**self._early, **self._calls}
-        if self.recording.cut:
-            # What came of its open calls is lost.
-            calls = {key: call for key, call in calls.items() if call.state is State.COMPLETED}
-            unknown = Event(self.rank, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)
-            last = [self._gone(calls) or unknown]
-        else:
-            last = self._last(calls)
+        last = self._last(calls)
         if self.lively and not last:
             # It computes, or is about to do something: what it has not called it may yet call.
             last = [Event(self.rank, What.WAIT, state=State.STARTED, confidence=Confidence.INFERRED)]
         self._say()
-        return [*newest(list(calls.values())), *last]
+        return [*_newest(list(calls.values())), *last]
 
     @property
     def unsure(self) -> set[tuple[int, str]]:
         """This rank and each group of which it may have made calls that the ring has lost: `Found.unsure`."""
-        if self.recording.cut:
-            return {(self.rank, group) for group in (*self.recording.groups, RENDEZVOUS)}
         if not self.recording.dropped:
             return set()
         seen = {group for group, _ in (*self._calls, *self._early)} | set(self._next)
@@ -466,13 +457,14 @@ class Ring:
         recording = self.recording
         if recording.dropped:
             self.unknown.append(f"{recording.dropped} older events are overwritten")
-        if damage := damage_of(recording):
-            self.unknown.append(damage)
+        if recording.torn or recording.truncated:
+            cut = ", and the file is cut off" * recording.truncated
+            self.unknown.append(f"{recording.torn} events cannot be read{cut}")
         if self.lost_graphs:
             self.unknown.append(f"{self.lost_graphs} graph launches cannot be numbered")
-        if self.newest_ns is None and not recording.cut:
+        if self.newest_ns is None:
             self.unknown.append("its ring is empty")
-        elif self.newest_ns is not None and self.lively:
+        elif self.lively:
             age = max(0, self._now_ns - self.newest_ns) / 1e9
             self.unknown.append(f"moved {words.seconds(age, 1)} ago: {LOOK_AGAIN}")
 
@@ -493,3 +485,15 @@ class Ring:
 def queue_of(text: str) -> str:
     """The queue that a host wait is for: all of P, or that of one submission."""
     return "P" if text == "P device" else text
+
+
+def _newest(calls: list[Event]) -> list[Event]:
+    """All unfinished ones and the newest `KEEP` of the others, in their order."""
+    excess = sum(call.state is State.COMPLETED for call in calls) - KEEP
+    kept = []
+    for call in calls:
+        if excess > 0 and call.state is State.COMPLETED:
+            excess -= 1
+        else:
+            kept.append(call)
+    return kept
