@@ -15,6 +15,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -406,87 +407,6 @@ def tags_differ() -> None:
         dist.recv(torch.ones(1 << 20), 0, tag=2)
 
 
-def dies_beside() -> None:
-    """Rank 1 dies, rank 2 that received from it gives up and stays away, rank 0 waits for rank 2."""
-    group = dist.new_group([0, 2])
-    x = train()
-    here()
-    if RANK == 1:
-        sys.stdin.readline()
-        os.kill(os.getpid(), signal.SIGKILL)
-    if RANK == 2:
-        try:
-            dist.recv(x, 1)
-        except RuntimeError:
-            time.sleep(600)
-    dist.all_reduce(x, group=group)
-
-
-def killed_beside_a_slow_one() -> None:
-    """Rank 1 is killed inside a call, which rank 2 has not reached yet."""
-    import threading
-
-    x = train()
-    here()
-    if RANK == 1:
-        threading.Thread(target=lambda: sys.stdin.readline() and os.kill(os.getpid(), signal.SIGKILL)).start()
-    if RANK == 2:
-        while x.sum() > 0:
-            x = x * 1.0
-    dist.all_reduce(x)
-
-
-def waits_for_a_callback() -> None:
-    """Rank 1 waits for what a callback of its own call sets, which rank 2 has not made; rank 0 waits for rank 1."""
-    import threading
-
-    one, other = dist.new_group([1, 2]), dist.new_group([0, 1])
-    x = train()
-    here()
-    if RANK == 1:
-        over = threading.Event()
-        work = dist.all_reduce(x, group=one, async_op=True)
-        work.get_future().then(lambda _: over.set())
-        over.wait()
-    if RANK == 2:
-        while x.sum() > 0:
-            x = x * 1.0
-        dist.all_reduce(x, group=one)
-    if RANK < 2:
-        dist.all_reduce(x, group=other)
-
-
-def sleeps_in_a_creation() -> None:
-    """The last rank takes its time to make its part of a group, for which the others wait."""
-    train()
-    make = dist.distributed_c10d.ProcessGroupGloo
-
-    def slow(*arguments: Any, **named: Any) -> Any:
-        time.sleep(600)
-        return make(*arguments, **named)
-
-    if RANK == SIZE - 1:
-        dist.distributed_c10d.ProcessGroupGloo = slow  # type: ignore[misc]
-    here()
-    dist.new_group()
-
-
-def splits_differ() -> None:
-    """Rank 0 sends rank 1 less than that expects, and gets more: gloo aborts rank 0."""
-    x = train()
-    here()
-    splits = [3, 1] if RANK == 0 else [2, 2]
-    dist.all_to_all_single(torch.empty(4), x, splits, splits)
-
-
-def roots_send_more() -> None:
-    """The root of a broadcast is through with it when gloo aborts whoever expects less."""
-    train()
-    here()
-    dist.broadcast(torch.ones(16 if RANK == 0 else 8), 0)
-    dist.all_reduce(torch.ones(4))
-
-
 def ends() -> None:
     """Nothing is wrong, and the job waits for its next piece of work."""
     train()
@@ -497,13 +417,13 @@ def ends() -> None:
 if __name__ == "__main__":
     scene, file = sys.argv[1:3]
     RECORD, FIFO = (sys.argv[3] if sys.argv[3] != "-" else ""), sys.argv[4]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if RECORD:
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
         from turnstile import record
 
         record.install(RECORD)
     store = dist.FileStore(file, SIZE)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE, timeout=timedelta(minutes=10))
-    globals()[scene]()
+    (globals().get(scene) or getattr(import_module("tests.stuck_calls"), scene))()
     if scene not in ("returns",):
         dist.barrier()

@@ -469,3 +469,27 @@ def test_ranks_without_a_dump_are_not_compared_with_each_other(tmp_path: Path, m
     found = diagnose_found(gather([save(tmp_path / "job", [rank])])).verdict
     assert found.certainty is Certainty.UNDECIDED
     assert compared < 10 * size
+
+
+# -- calls in a helper of the program --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_from_where_ranks_came_to_a_line_that_makes_the_calls_of_all(same: bool, tmp_path: Path) -> None:
+    """Of the functions between, which are the same on all ranks, the one is told that differs; or the nearest."""
+    ranks = crossed(tmp_path)
+    between = Site("helpers.py", 20, "timed")
+    outer = [Site("train.py", 50, "forward"), Site("train.py", 50 if same else 60, "forward")]
+    found = told(tmp_path, *(main(rank, COLLECTIVE, LINE, between, outer[rank]) for rank in (0, 1))).verdict
+    assert found.cls is Class.CYCLE, ranks
+    lines = [line for line in found.chain if " came to " in line]
+    if same:
+        assert lines == [f"ranks 0 and 1 came to {LINE} from {between}"]
+    else:
+        assert lines == [f"rank {rank} came to {LINE} from {outer[rank]}" for rank in (0, 1)]
+
+
+def test_callers_of_lines_that_differ_are_not_told(tmp_path: Path) -> None:
+    ranks = crossed(tmp_path)
+    stacks = [main(0, COLLECTIVE, LINE, LINE), main(1, COLLECTIVE, Site("train.py", 8, "step"), LINE)]
+    assert not any(" came to " in line for line in told(tmp_path, *stacks).verdict.chain), ranks

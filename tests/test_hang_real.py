@@ -186,7 +186,7 @@ def test_a_crossing_with_host_waits(tmp_path: Path) -> None:
         assert answer.verdict == (1, "cycle", "certain", [0, 1])
         assert "on P#1" in answer.say
         assert "on D#2" in answer.say
-        assert "stuck_program.py:49 in crossing" in answer.say
+        assert "stuck_program.py:50 in crossing" in answer.say
 
 
 def test_both_receive_first(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_rank_that_reads_a_file(tmp_path: Path) -> None:
         answer = job.hang()
         assert answer.verdict == (1, "outside", "conditional", [2])
         assert "in a read of a pipe at" in answer.say
-        assert "stuck_program.py:88 in reads" in answer.say
+        assert "stuck_program.py:89 in reads" in answer.say
 
 
 def test_a_rank_that_returns_early_and_ends(tmp_path: Path) -> None:

@@ -277,8 +277,8 @@ def test_threads_that_torch_starts_are_known(tmp_path: Path) -> None:
         child.communicate()
 
 
-def test_signals_that_end_a_process_let_no_thread_go_on() -> None:
-    program = "import faulthandler, signal; faulthandler.enable()\nfor s in (2, 15, 17): signal.signal(s, print)\n"
+def test_signals_that_every_python_may_catch_let_no_thread_go_on() -> None:
+    program = "import faulthandler, signal; faulthandler.enable()\nfor s in (2, 17): signal.signal(s, print)\n"
     with process(program + "threading.Event().wait()") as pid:
         assert seen(pid, lambda now: now.locked and not now.main).closed
 
@@ -304,3 +304,19 @@ def test_a_thread_that_runs_is_counted() -> None:
         first = switches(tasks)
         now = until(lambda: (found := switches(tasks)) != first and found)
         assert now.keys() == first.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("SIGTERM", "SIGTERM"), ("SIGWINCH", "SIGWINCH"), ("SIGHUP", "SIGHUP"), ("SIGINT", ""), ("SIGCHLD", "")],
+)
+def test_a_handler_of_the_programs_own_may_let_it_go(name: str, told: str) -> None:
+    """Python has one for SIGINT by itself, and without a child no SIGCHLD comes."""
+    program = f"import signal\nsignal.signal(signal.{name}, lambda *_: None)\nthreading.Event().wait()"
+    with process(program) as pid:
+        now = seen(pid, lambda now: now.locked)
+        assert now.main == (f"a signal that it catches ({told})" if told else "")
+        assert now.closed is not bool(told)
+        # Many trainers catch SIGTERM: `top --check` is not blind to them.
+        assert (one := sample(pid)) is not None
+        assert one.still is (told in ("", "SIGTERM"))

@@ -315,7 +315,7 @@ def test_an_open_call_that_nobody_waits_for_is_no_certain_fault(tmp_path: Path, 
     assert (found.cls, found.ranks) == (Class.MISSING, (0,))
     assert found.certainty is Certainty.CONDITIONAL
     assert "rank 0 does not come after all" in found.condition
-    assert ("rank 1 polls for what it has open" in found.condition) is not waits
+    assert ("rank 1 needs what it has open: its record shows no wait" in found.condition) is not waits
 
 
 def test_a_call_that_is_waited_for_comes_before_one_that_is_not(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_crossing_is_told_while_it_stands(tmp_path: Path) -> None:
         shown = json.loads(frame(job, "top", "--json"))
         assert shown["cycle"] is True
         assert [row["operation"][:10] for row in shown["ranks"]] == ["all_reduce", "all_reduce"]
-        assert all("stuck_program.py:49" in row["site"] for row in shown["ranks"])
+        assert all("stuck_program.py:50" in row["site"] for row in shown["ranks"])
         assert frame(job, "trace", "-o", "-").count('"ph":"B"') >= 4
 
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from kernel.record import Recording
 
+PATIENCE_S = 3.0
+"""How long a rank may be silent that is not stuck."""
 SPY_TIMEOUT_S = 20.0
 TRIES = 4
 """Dumps that py-spy is asked for until one succeeds."""
@@ -50,16 +52,20 @@ MOST_RINGS = 1 << 16
 
 
 def attach(
-    pids: Iterable[int], patience_s: float = 3.0, spy: str | None = "py-spy", beside: bool = False
+    pids: Iterable[int],
+    patience_s: float = PATIENCE_S,
+    spy: str | None = "py-spy",
+    beside: bool = False,
+    rest: bool = True,
 ) -> Found:
     """What running processes show. patience_s: see `verify.readers.record`. spy: the py-spy to use, None for none.
-    beside: there is other evidence.
+    beside: there is other evidence. rest: wait for a rank that moved a moment ago to be silent for as long as that.
 
     The rank of a process is that of its ring, else its environment's RANK. The rings of other ranks beside its own are
     read too. Wrappers, launchers and workers of ranks that are given as well are left out (`verify.lineage`). A pid
     that is gone counts as a rank that has left, if its rank can be told. Threads are looked at twice. Records are read
-    after that, so that a rank that has moved since is seen to have; and where one moved less than patience_s ago, again
-    when it should have been silent for so long.
+    after that, so that a rank that has moved since is seen to have; and, with `rest`, where one moved less than
+    patience_s ago, again when it should have been silent for so long.
     Raises UsageError, one line, for pids that are no processes, or no ranks (`verify.no_rank`), where nothing at all
     may be read, or for processes of several jobs: the ranks of one would be taken for those of the other.
     """
@@ -81,6 +87,7 @@ def attach(
     ranks: dict[int, int | None] = {}
     paths: dict[int, list[Path]] = {pid: ring_paths(pid) for pid in here}
     recordings = _recordings(paths, unknown)
+    unknown += [line for pid in here if (line := _lost_record(pid)) is not None]
     for pid in here:
         mine = [rank for rank, recording in recordings.items() if recording.path in paths[pid]]
         ranks[pid] = mine[-1] if mine else rank_of(pid)
@@ -94,8 +101,8 @@ def attach(
     unknown += [line for _, why in told for line in why]
     if recordings:
         recordings = _recordings(paths, []) or recordings
-        if (rest := _youngest(recordings, patience_s)) > 0:
-            time.sleep(rest)
+        if rest and (left_s := _youngest(recordings, patience_s)) > 0:
+            time.sleep(left_s)
             recordings = _recordings(paths, []) or recordings
     own = of_recordings(recordings, "record", patience_s) if recordings else Found("processes")
     seen_ranks = frozenset(stack.rank for stack in threads if stack.rank is not None)
@@ -172,16 +179,33 @@ def _youngest(recordings: Mapping[int, Recording], patience_s: float) -> float:
 
 def ring_paths(pid: int) -> list[Path]:
     """The rings that a process has mapped, as files that this process can open."""
-    found: dict[Path, None] = {}
+    return list(dict.fromkeys(_visible(pid, name) for name in _mapped(pid) if not name.endswith(GONE)))
+
+
+def _lost_record(pid: int) -> str | None:
+    """What to say of a process whose ring has no name any more: a second job took its folder, or somebody deleted it.
+    What it records goes nowhere.
+    """
+    names = _mapped(pid)
+    if not names or not all(name.endswith(GONE) for name in names):
+        return None
+    name = names[0].removesuffix(GONE)
+    what = "was replaced by that of a later job" if os.path.exists(name) else "was deleted"
+    return f"pid {pid}: its record {name} {what} while it runs: not used; give each job a directory of its own"
+
+
+GONE = " (deleted)"
+"""How the name of a file ends that is mapped and was deleted (proc(5))."""
+
+
+def _mapped(pid: int) -> list[str]:
+    """The names of the rings that a process has mapped, as it sees them."""
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as maps:
-            for line in maps:
-                path = line.rstrip("\n").split(maxsplit=5)[5:]
-                if path and re.search(r"/rank\d{1,9}\.ring$", path[0]):
-                    found[_visible(pid, path[0])] = None
+            names = [path[0] for line in maps if (path := line.rstrip("\n").split(maxsplit=5)[5:])]
     except OSError:
         return []
-    return list(found)
+    return [name for name in dict.fromkeys(names) if re.search(r"/rank\d{1,9}\.ring( \(deleted\))?$", name)]
 
 
 def _keeps_a_record(pid: int) -> bool:

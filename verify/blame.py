@@ -162,22 +162,42 @@ def place(meeting: Meeting) -> tuple[float, tuple[Any, ...]]:
     return (sum(orders) / len(orders), meeting.key)
 
 
-def _nearest(graph: nx.DiGraph[Any], rank: int, op: Any) -> tuple[bool, bool, Any]:
-    """Sorts first the operations in which somebody waits in front, and those that lack `rank` itself."""
-    arrived = {seat[0] for seat in graph.nodes[op]["meeting"].arrived}
-    return (not graph.nodes[op].get("active"), rank in arrived or rank not in op[1][0][2], op)
+class _Operations:
+    """What is asked of operations for each of the hosts that keep them waiting, who may be thousands in one."""
+
+    def __init__(self, graph: nx.DiGraph[Any]) -> None:
+        self._graph = graph
+        self._known: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        self._waiters: dict[int, str] = {}
+
+    def nearest(self, rank: int, op: Any) -> tuple[bool, bool, Any]:
+        """Sorts first the operations in which somebody waits in front, and those that lack `rank` itself."""
+        meeting: Meeting = self._graph.nodes[op]["meeting"]
+        if (known := self._known.get(id(meeting))) is None:
+            arrived = frozenset(seat[0] for seat in meeting.arrived)
+            known = self._known[id(meeting)] = arrived, frozenset(meeting.key[0].members)
+        arrived, members = known
+        return (not self._graph.nodes[op].get("active"), rank in arrived or rank not in members, op)
+
+    def waiters(self, op: Any) -> str:
+        """See `verify.words.waiters`."""
+        meeting: Meeting = self._graph.nodes[op]["meeting"]
+        if id(meeting) not in self._waiters:
+            self._waiters[id(meeting)] = words.waiters(meeting)
+        return self._waiters[id(meeting)]
 
 
 def absent(cls: Class, hosts: Sequence[Host], graph: nx.DiGraph[Any]) -> Verdict:
     """The verdict on hosts that left, are blocked outside or never came, for whom others wait."""
     ranks = tuple(sorted({host.rank for host in hosts}))
     alike: dict[tuple[str, str], list[Host]] = {}
+    known = _Operations(graph)
     for host in hosts:
         # Others may wait for it in a call that its evidence may have lost.
         nodes = [("host", host.rank, host.thread), ("host", host.rank, NOBODY_KNOWS)]
         ops = [op for node in nodes if node in graph for op in needing(graph, node)]
-        ops.sort(key=partial(_nearest, graph, host.rank))
-        waiting = f"{words.waiters(graph.nodes[ops[0]]['meeting'])} for " if ops else ""
+        ops.sort(key=partial(known.nearest, host.rank))
+        waiting = f"{known.waiters(ops[0])} for " if ops else ""
         alike.setdefault((waiting, words.standing(host).partition(", ")[2]), []).append(host)
     lines = [
         # Of whom nobody is seen to wait, it is the sentence itself.
@@ -241,13 +261,23 @@ def cycle(situation: Situation, graph: nx.DiGraph[Any], core: set[Any]) -> Verdi
     if odd:
         verb = "differs" if len(odd) == 1 else "differ"
         say += f" {words.ranks(odd).capitalize()} {verb} from the majority, which calls {order}."
-    found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=words.FIXES["cycle"])
+    found = Verdict(Class.CYCLE, ranks=odd or members, chain=tuple(chain), say=say, fix=_turned(ops))
     presumed = {graph.nodes[node]["rank"] for node in nodes if node[0] == "host" and graph.nodes[node]["host"].presumed}
     if not presumed:
         return found
     return found.only_if(
         f"{words.ranks(presumed)} {'waits for what it has' if len(presumed) == 1 else 'wait for what they have'} open"
     )
+
+
+def _turned(ops: Sequence[Meeting]) -> str:
+    """What to do about a ring of calls: of ranks that all send first, or all receive, the order is one already."""
+    ends = {seat[1] for meeting in ops for seat in meeting.arrived}
+    if ops and len(ends) == 1 and all(meeting.key[0].kind == "pair" and meeting.arrived for meeting in ops):
+        sends = ends == {"send"}
+        first, second = ("sends", "receives") if sends else ("receives", "sends")
+        return words.ALL_ALIKE.format(first=first, second=second)
+    return words.FIXES["cycle"]
 
 
 def _out_of_order(ops: Sequence[Meeting]) -> tuple[tuple[int, ...], str]:

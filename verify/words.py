@@ -57,6 +57,26 @@ THROUGH = (
     " do, it left early: let every member make the call, with nothing to contribute if need be."
 )
 """What to do about a rank that is blocked in a wait that may be its idle one."""
+STACKS = (
+    "Look again after a while, and add what is not here: stacks of all ranks (turnstile hang --pid on their host, or"
+    " py-spy dump)."
+)
+"""The same where a record of everything is at hand."""
+THREAD = (
+    "Read the exception of that thread first: the call was its to make, perhaps; let a thread that fails end its"
+    " process, or tell the one that waits for it."
+)
+"""What to do about a rank of which a thread ended by an exception."""
+ALL_ALIKE = (
+    "Let one side go the other way round, as every other rank: each {first} before it {second}, so that nobody comes to"
+    " the other half; or make both at once, with batch_isend_irecv, or isend and irecv."
+)
+"""What to do about a ring of ranks that all send, or all receive, first."""
+CHILD = (
+    "Look at why its child ended; let whoever waits for a child's answer notice that it is gone: a deadline, its exit"
+    " code, or the other end of the pipe closed in the parent."
+)
+"""What to do about a rank that waits beside a child that is gone."""
 DECIDE = (
     "Look again after a while, and add what is not here: stacks of all ranks (turnstile hang --pid on their host, or"
     " py-spy dump), dumps of all ranks, or a record (turnstile.record.install) of the next run."
@@ -169,7 +189,7 @@ def failure(meeting: Meeting) -> str:
     failed = meeting.failures()
     told: dict[str, list[int]] = {}
     for rank, call in failed.items():
-        told.setdefault(f"{at(call)}: {call.failed[:200]}", []).append(rank)
+        told.setdefault(f"{at(call)}: {brief(call.failed)}", []).append(rank)
     return "; ".join(f"it failed on {ranks(numbers)}{what}" for what, numbers in list(told.items())[:2])
 
 

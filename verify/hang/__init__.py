@@ -68,24 +68,25 @@ def main(name: str, arguments: Sequence[str]) -> int:
     if page == "-" and given.get("json"):
         raise UsageError("--html - and --json: standard output holds one of them: name a file for the page")
     # Loaded here, so that --help and mistakes in the arguments cost nothing.
-    from verify.hang.again import settled
+    from verify.hang.again import BRIEF_S, LONGEST_S, settled
     from verify.hang.diagnosis import diagnose_found
     from verify.hang.processes import look_at
     from verify.hang.text import as_text
     from verify.readers.gather import gather, merge
 
-    def read() -> Found:
+    def read(first: bool = False) -> Found:
         found = [gather(paths, beside=bool(pids))] if paths else []
         if pids:
             from verify.attach import attach
 
-            found.append(attach(pids, beside=bool(paths)))
+            # The looks after the first one are themselves what waiting would be.
+            found.append(attach(pids, beside=bool(paths), rest=first))
         return merge(found)
 
     def judge(evidence: Found) -> Diagnosis:
         return diagnose_found(evidence, look=look_at(paths, pids, evidence))
 
-    _, diagnosis = settled(read(), read, judge)
+    _, diagnosis = settled(read(first=True), read, judge, longest_s=LONGEST_S if paths else BRIEF_S)
     if page is not None:
         from verify.html import diagnosis_page
 

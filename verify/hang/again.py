@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 EVERY_S: Final = 0.5
 LONGEST_S: Final = 6.0
-"""A little more than the silence after which no rank counts as one that moved a moment ago."""
+"""A little more than the silence after which no rank counts as one that moved a moment ago. Looks themselves count: one
+at the stacks of processes takes longer than the pause before it.
+"""
+BRIEF_S: Final = 3.5
+"""The same where processes alone are looked at, which count as still after a shorter silence."""
 
 
 def settled(
@@ -29,18 +33,22 @@ def settled(
     judge: Callable[[Found], Diagnosis],
     *,
     sleep: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    longest_s: float = LONGEST_S,
 ) -> tuple[Found, Diagnosis]:
     """The evidence that decides, and its diagnosis: the first where that is decided, or nobody moved a moment ago.
 
-    read: gathers the evidence anew. Returns as soon as every rank has gone on, or nobody is on the move any more.
+    read: gathers the evidence anew. longest_s: seconds that all further looks may take together, the last one aside.
+    Returns as soon as every rank has gone on, or nobody is on the move any more.
     """
     diagnosis, first = judge(found), found
-    looks = int(LONGEST_S / EVERY_S)
-    while looks and diagnosis.verdict.certainty is Certainty.UNDECIDED and found.lively:
+    spent_s = 0.0
+    while spent_s < longest_s and diagnosis.verdict.certainty is Certainty.UNDECIDED and found.lively:
+        began = clock()
         sleep(EVERY_S)
-        looks -= 1
         found = read()
         diagnosis = judge(found)
+        spent_s += max(EVERY_S, clock() - began)
         if diagnosis.verdict.certainty is Certainty.UNDECIDED and _went_on(first, found):
             diagnosis = replace(diagnosis, verdict=_well(first, found), unknown=())
     return found, diagnosis

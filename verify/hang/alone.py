@@ -133,7 +133,7 @@ def for_a_key(situation: Situation, graph: nx.DiGraph[Any], loose: dict[int, Pla
         elif any(host.standing is Standing.OUTSIDE for host in blamed):
             cls = Class.OUTSIDE
         ranks = sorted({host.rank for host in blamed})
-        lines = tuple(words.standing(host) for host in blamed)
+        lines = tuple(words.standing(host).replace(" has not called it", " has not set it") for host in blamed)
         key = f"a key of the store ({place.what})"
         say = f"Rank {rank} waits at {place.spot} for {key}, which nobody else can set but {lines[0]}."
         return Verdict(

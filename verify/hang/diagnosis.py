@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from kernel.program import Op
 from verify import words
 from verify.blame import Certainty, Class, Verdict
+from verify.hang.callers import callers
 from verify.hang.case import Case
 from verify.hang.doubts import weighed
 from verify.hang.findings import FINDINGS
 from verify.hang.stacks import At
+from verify.live.children import EXITED
 from verify.live.threads import See, nothing_seen
 from verify.matching import NOBODY_KNOWS, Situation
 from verify.readers.found import ENDED, LOOK_AGAIN
@@ -81,7 +83,7 @@ def diagnose_found(found: Found, quiet: bool = True, look: See = nothing_seen) -
     case = Case.of(found, quiet, look)
     for finding in FINDINGS:
         case = finding(case) or case
-    verdict = _counted(_placed(weighed(case), case), case)
+    verdict = _counted(_placed(_with_children(_called(weighed(case), case), case), case), case)
     dark = frozenset(case.everybody) - found.present
     unknown = _unknown(case, verdict)
     return Diagnosis(verdict, found.source, unknown, case.where, case.situation, case.graph, case.core, dark)
@@ -121,6 +123,23 @@ def _counted(verdict: Verdict, case: Case) -> Verdict:
 def _in(say: str, remark: str) -> bool:
     """Whether the exception that a remark is about is in the sentence already."""
     return remark.startswith(ENDED) and remark.partition(" ended by ")[2].partition(" at ")[0] in say
+
+
+def _called(verdict: Verdict, case: Case) -> Verdict:
+    """With the lines from which ranks came to one line that all of them stand at."""
+    lines = () if verdict.cls is Class.NONE else callers(verdict, case)
+    return replace(verdict, chain=(*verdict.chain, *lines))
+
+
+def _with_children(verdict: Verdict, case: Case) -> Verdict:
+    """With the child processes of ranks that keep others waiting: what they were to do may be what is lacking."""
+    if verdict.cls not in (Class.MISSING, Class.OUTSIDE) or not verdict.ranks:
+        return verdict
+    seen = case.look(verdict.ranks)
+    lines = [f"rank {rank}: {line}" for rank in verdict.ranks if rank in seen for line in seen[rank].children]
+    if verdict.cls is Class.OUTSIDE and any(EXITED in line for line in lines):
+        verdict = replace(verdict, fix=words.CHILD)
+    return replace(verdict, chain=(*verdict.chain, *lines[:4]))
 
 
 def _placed(verdict: Verdict, case: Case) -> Verdict:

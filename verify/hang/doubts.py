@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from verify import words
 from verify.blame import Certainty, Class, Verdict, awaited
+from verify.hang.advice import advised
 from verify.hang.damage import its_ring_is_damaged, told
 from verify.hang.held import ring_through_holders
 from verify.hang.idling import idles
@@ -29,7 +30,7 @@ from verify.hang.moving import (
 )
 from verify.hang.stacks import At
 from verify.matching import NOBODY_KNOWS, Standing
-from verify.readers.found import UNNAMED_GROUP
+from verify.readers.found import ENDED_ITS_RECORD, UNNAMED_GROUP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,10 +53,10 @@ def weighed(case: Case) -> Verdict:
     verdict = next((left for doubt in doubts if (left := doubt(case)) is not None), verdict)
     for condition in CONDITIONS:
         verdict = condition(replace(case, verdict=verdict)) or verdict
-    if verdict.certainty is not Certainty.UNDECIDED:
-        return verdict
-    # What is not decided blames nobody, and what to do about it is to find out.
-    return replace(verdict, ranks=(), fix=words.DECIDE)
+    if verdict.certainty is Certainty.UNDECIDED:
+        # What is not decided blames nobody, and what to do about it is to find out.
+        verdict = replace(verdict, ranks=())
+    return advised(verdict, case)
 
 
 # -- a member that never arrived, and of which nothing is known ------------------------------------------------------
@@ -113,6 +114,25 @@ def its_members_are_not_known(case: Case) -> Verdict | None:
     why = f"{told}; {more} not in the evidence"
     if len(alone) > 1:
         why += f": if each of {words.ranks(alone)} belongs to the group in which another one waits, they wait in a ring"
+    return replace(case.verdict, cls=Class.NONE, chain=(), fix=words.DECIDE).undecided(why)
+
+
+def its_members_are_inferred(case: Case) -> Verdict | None:
+    """Everybody who left a dump is in one call; but nothing lists the members of its group, and there may be others."""
+    open_ = [
+        meeting for meeting in case.situation.meetings.values()
+        if meeting.key[0].name in case.found.inferred
+        and any(not launch.done and launch.rank not in case.found.whole for launch, _ in meeting.arrived.values())
+    ]  # fmt: skip
+    if not open_:
+        return None
+    # Each rank may wait in one of several groups: the first that all who are known of have come to is told.
+    meeting = min(open_, key=lambda each: each.key)
+    left = "the only one that left a dump" if len(case.found.present) == 1 else "as all that left dumps do"
+    why = (
+        f"{words.waiters(meeting)}, {left}; who else belongs to {meeting.key[0].name} is not in dumps of gloo, and"
+        " whoever left none may be elsewhere"
+    )
     return replace(case.verdict, cls=Class.NONE, chain=(), fix=words.DECIDE).undecided(why)
 
 
@@ -216,7 +236,7 @@ def calls_failed(case: Case) -> Verdict | None:
 DOUBTS: Final[dict[Class, tuple[Doubt, ...]]] = {
     Class.MISSING: (its_call_may_be_lost, its_dump_is_absent, it_may_yet_come),
     Class.DEVICE_STALL: (it_may_go_on, an_absent_member_may_keep_it),
-    Class.BELOW: (it_may_go_on, its_members_are_not_known, not_every_wait_is_recorded),
+    Class.BELOW: (it_may_go_on, its_members_are_not_known, its_members_are_inferred, not_every_wait_is_recorded),
     Class.NONE: (
         a_dump_is_absent, a_wait_is_unknown, a_rank_is_gone, a_stack_shows_no_wait, the_evidence_is_doubtful,
         ranks_do_something_else, no_call_is_in_it, its_transfers_are_not_seen, calls_failed,
@@ -237,19 +257,21 @@ def nobody_waits(case: Case) -> Verdict | None:
         return None
     if any(node[0] == "host" and graph.in_degree(node) for node in graph):
         return None
-    host = case.hosts(Standing.OUTSIDE)[0]
-    what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
-    verb = "is" if len(verdict.ranks) == 1 else "are"
-    who = f"{words.ranks(verdict.ranks)} {verb} outside of calls, rank {host.rank}"
+    each: dict[str, list[int]] = {}
+    for host in case.hosts(Standing.OUTSIDE):
+        what = f"{host.event.operation}{words.at(host.event)}" if host.event is not None else "code of its own"
+        each.setdefault(what, []).append(host.rank)
+    told = [f"{words.ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {what}" for what, ranks in each.items()]
+    who = "outside of calls, " + ", ".join(told[:3]) + f" and {len(told) - 3} places more" * (len(told) > 3)
     inside = [p for rank, p in case.where.items() if p.at is At.COLLECTIVE and rank not in case.known]
     if inside:
         call = f"rank {inside[0].rank} is in {inside[0].what} at {inside[0].spot}, which the record does not show"
-        return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who} in {what}")
+        return Verdict(Class.NONE).undecided(f"{call}, nor who else must come; {who}")
     if not any(event.calls for event in case.found.events):
         # Stacks show neither what is open nor what other threads wait for.
-        return Verdict(Class.NONE).undecided(f"no stack stands in a call; {who} in {what}")
+        return Verdict(Class.NONE).undecided(f"no stack stands in a call; {who}")
     none = "no call that is open lacks a member" if case.open_ranks else "no call is open"
-    return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who} in {what}")
+    return Verdict(Class.NONE).undecided(f"{none}, so nobody waits for another; {who}")
 
 
 def nobody_needs_it(case: Case) -> Verdict | None:
@@ -265,13 +287,16 @@ def nobody_needs_it(case: Case) -> Verdict | None:
         return None
     if any(not missing or (node[0] == "host" and node[1] in verdict.ranks) for node in awaited(case.graph)):
         return None
-    polls, has, its = ("polls", "it has", "its") if len(idle) == 1 else ("poll", "they have", "their")
+    needs, has = ("needs", "it has") if len(idle) == 1 else ("need", "they have")
     mine = f"no thread of {words.ranks(idle)} waits for what {has} open"
     if not missing:
         return Verdict(Class.NONE).undecided(f"no call that is open lacks a member, and {mine}")
     if moving := case.found.lively & {*idle, *verdict.ranks}:
         return _undecided(verdict, f"{words.ranks(moving)} moved a moment ago, and {mine}")
-    return verdict.only_if(f"{words.ranks(idle)} {polls} for what {has} open, which none of {its} threads waits for")
+    return verdict.only_if(f"{words.ranks(idle)} {needs} what {has} open: {NO_WAIT}")
+
+
+NO_WAIT: Final = "its record shows no wait for it; torch may wait below that, as in DDP's backward(), or it polls"
 
 
 def it_may_be_late(case: Case) -> Verdict | None:
@@ -376,6 +401,8 @@ def _nothing(case: Case) -> str:
     found = case.found
     if found.stacks and not any(event.calls for event in found.events):
         return "no stack"
+    if any(ENDED_ITS_RECORD in line for line in found.unknown):
+        return "only a record that was ended"
     return "no record" if found.whole and found.present <= found.whole else "no dump"
 
 
@@ -411,6 +438,6 @@ def _ahead(case: Case, joint: bool = False) -> str:
             what = f"{words.ranks(done)} finished {words.operation(meeting)}"
             if meeting.failures():
                 what = f"of {words.operation(meeting)}, {words.failure(meeting)}"
-                return f"{what}; {words.ranks(late)} did not call it or called it after the dump"
-            return f"{what}, which {words.ranks(late)} did not call or called after the dump"
+                return f"{what}; {words.ranks(late)} did not call it or called it later"
+            return f"{what}, which {words.ranks(late)} did not call or called later"
     return ""

@@ -21,6 +21,7 @@ from verify.hang.creation import groups_that_differ
 from verify.hang.idling import By, idles
 from verify.hang.inside import data_that_was_refused, left_in_a_call_that_differs, left_in_the_middle
 from verify.hang.onward import whoever_keeps_its_call
+from verify.hang.retries import calls_that_lacked_a_member
 from verify.hang.stack_rings import ring_of_stacks
 from verify.matching import Standing
 from verify.readers.found import AFTER
@@ -246,6 +247,7 @@ FINDINGS: Final[tuple[Callable[[Case], Case | None], ...]] = (
     sizes_that_cannot_fit,
     others_failed_after_it,
     the_launcher_ended,
+    calls_that_lacked_a_member,
     any_sender_will_do,
     it_lost_another_one,
     threads_that_wait_for_each_other,

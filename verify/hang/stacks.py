@@ -98,6 +98,8 @@ COLLECTIVE: Final = re.compile(
 WORK: Final = re.compile(r"c10d::(Work|ProcessGroup)\w*(::\w+)*::(wait|synchronize)|ncclGroupEnd|ncclCommInit|gloo::")
 TAP: Final = re.compile(r"(^|/)kernel/comm/tap/")
 """Where the record wraps calls and waits for them: what is below is in C, and leaves no frame."""
+WAIT_TENSOR: Final = re.compile(r"(^|/)torch/distributed/_functional_collectives\.py wait_tensor$")
+"""Where the result of a functional collective is waited for, as tensor parallelism does."""
 FUTURE_FILES: Final = re.compile(r"(^|/)torch/futures/")
 FUTURE: Final = re.compile(r"^(Future\.)?(wait|value|wait_all)$")
 """Waiting for a future of a call of torch, as for its Work."""
@@ -222,6 +224,8 @@ def _place(rank: int, stack: Stack) -> Place:
             return Place(rank, At.STORE, name, site)
         if DEVICE.search(name) or (DEVICE_FILES.search(frame.file) and re.search(r"synchronize|wait", name)):
             return Place(rank, At.DEVICE, name, site)
+        if WAIT_TENSOR.search(f"{frame.file} {name}"):
+            return Place(rank, At.CALL, "a wait for a call", site)
         if FUTURE_FILES.search(frame.file) and FUTURE.search(name):
             return Place(rank, At.CALL, "a wait for a future", site)
         if WORK.search(name) or (waits_in_it and COLLECTIVE_FILES.search(frame.file) and COLLECTIVE.search(name)):

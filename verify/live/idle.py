@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify.live.calls import call_of
+from verify.live.children import children_of
 from verify.live.named import is_of_torch, only_serves
 from verify.live.timed import limited, signalled
 
@@ -50,7 +51,7 @@ def sample(pid: int) -> Sample | None:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         ticks = int(fields[11]) + int(fields[12])
         counts = switches(tasks)
-        still = _locked(tasks / str(pid)) and not _children(tasks) and not signalled(tasks.parent)
+        still = _locked(tasks / str(pid)) and not children_of(pid).living and not signalled(tasks.parent, ending=False)
         for task in tasks.iterdir():
             if not still:
                 break
@@ -80,10 +81,6 @@ def _locked(task: Path) -> bool:
     """Whether a thread waits for another one of its process, for however long that takes."""
     call = call_of(task)
     return call is not None and call.inside and not limited(call)
-
-
-def _children(tasks: Path) -> bool:
-    return any((task / "children").read_text().strip() for task in tasks.iterdir())
 
 
 def _harmless(task: Path) -> bool:

@@ -40,7 +40,8 @@ _NAMES: Final = re.compile(
 _RECORD: Final = "turnstile"
 """The thread of a record, which is one of Python: a process has one, and has the ring mapped."""
 _LIBRARIES: Final = re.compile(r"/lib(torch|c10|gloo|nccl|rccl|cuda|nvidia|uv|nvshmem|hsa|amd)[^/]*$|/torch/lib/")
-_RING: Final = re.compile(r"/rank\d{1,9}\.ring$", re.MULTILINE)
+_RING: Final = re.compile(r"/rank\d{1,9}\.ring( \(deleted\))?$", re.MULTILINE)
+"""Also one whose name another job has taken: its thread ticks on."""
 
 
 def of_torch(name: str) -> bool:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from verify.live.children import children_of
 from verify.live.holders import READS, WRITES, Holders, holders, lockers, named
 from verify.live.sockets import CONNECTS, LISTENS, inet_sockets, other_end, unix_peers
 
@@ -174,11 +175,7 @@ def _opens(pid: int, path: str, flags: int) -> Outside:
 
 
 def _child(pid: int) -> Outside:
-    children = frozenset(
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    )
+    children = children_of(pid).living
     who = f"child {named(children)}" if children else "the child process"
     return Outside(f"{who}, for which {WHO} waits, does not end", children or None)
 

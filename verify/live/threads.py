@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify import words
 from verify.live.calls import ANY, CHILD, call_of
+from verify.live.children import children_of
+from verify.live.holders import named
 from verify.live.idle import switches
 from verify.live.named import only_serves
 from verify.live.timed import limited, remaining, signalled
@@ -34,7 +36,7 @@ class Moves(NamedTuple):
     in a call. locked: whether that waits for another thread of the process. polls: whether it waits for any of several
     files, which another thread may write to, as an event loop does. others: what other threads do that may go on by
     themselves, a text each. pid: its number, 0 where it is none of this host's. outside: what its main thread waits for
-    outside of it, where that was looked at (`verify.live.outside`).
+    outside of it, where that was looked at (`verify.live.outside`). children: what to say of its child processes.
     """
 
     main: str = ""
@@ -43,6 +45,7 @@ class Moves(NamedTuple):
     polls: bool = False
     pid: int = 0
     outside: Outside | None = None
+    children: tuple[str, ...] = ()
 
     @property
     def closed(self) -> bool:
@@ -79,7 +82,7 @@ def moves(pid: int, of_python: Collection[int] = ()) -> Moves | None:
     try:
         before = switches(tasks)
         each = {int(task.name): _moves(task, int(task.name) in of_python) for task in tasks.iterdir()}
-        child = any((task / "children").read_text().strip() for task in tasks.iterdir())
+        children = children_of(pid)
         call = call_of(tasks / str(pid))
         # Threads that hand on to one another may each be seen to wait, though at no moment all of them did.
         ran = switches(tasks) != before
@@ -88,9 +91,11 @@ def moves(pid: int, of_python: Collection[int] = ()) -> Moves | None:
     if any(what is None for what in each.values()):
         return None
     others = tuple(dict.fromkeys(what for tid, what in sorted(each.items()) if what and tid != pid))
-    others = (*others, *["a child process that works for it"] * child, *["threads that run in turn"] * ran)
+    worker = f"a child process that works for it ({named(children.living)})"
+    others = (*others, *[worker] * bool(children.living), *["threads that run in turn"] * ran)
     locked, polls = call is not None and call.inside, call is not None and call.name in ANY
-    return Moves(_ends(tasks / str(pid), call), locked, others, polls, pid)
+    ends = _ends(tasks / str(pid), call)
+    return Moves(ends, locked, others, polls, pid, children=tuple(children.lines))
 
 
 def _ends(task: Path, call: Call | None) -> str:

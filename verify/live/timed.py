@@ -50,22 +50,30 @@ def limited(call: Call) -> bool:
     return not limit & 0x80000000 if call.name in _MILLISECONDS else limit != 0
 
 
-_COME: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF,
-                signal.SIGIO)  # fmt: skip
-"""Signals that clocks and other programs send to a process that goes on: not those that end one (SIGINT, SIGTERM), that
-follow from its own mistakes or children, nor those that the C library keeps for itself."""
-_REALTIME_FIRST: Final = 34
+_OWN: Final = (
+    signal.SIGINT, signal.SIGCHLD, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE,
+    signal.SIGSEGV, signal.SIGPIPE, signal.SIGSYS,
+)  # fmt: skip
+"""Signals whose handlers say nothing: Python always has one for SIGINT, torch's DataLoader one for SIGCHLD, which does
+not come without a child, and faulthandler those of a program's own mistakes. Handlers of all others, as SIGTERM, which
+schedulers send ahead of time, are the program's."""
+_C_LIBRARY, _REALTIME_FIRST = 32, 34
+"""The two between are the C library's."""
 
 
-def signalled(process: Path) -> str:
+def signalled(process: Path, *, ending: bool = True) -> str:
     """The signals that a process (a folder of /proc) has handlers for and that may come at any time, as `SIGUSR1 and
     SIGALRM`: such a handler may do anything, let a thread go on too. "" where there is none, or that is not told.
+
+    ending: with SIGTERM, which may do so as well, but comes when the job is to end.
     """
     with suppress(OSError, ValueError, IndexError):
         for line in (process / "status").read_text(errors="replace").splitlines():
             if line.startswith("SigCgt:"):
                 caught = int(line.split()[1], 16)
-                names = [each.name for each in _COME if caught >> (each - 1) & 1]
+                left_out = _OWN if ending else (*_OWN, signal.SIGTERM)
+                own = [each for each in signal.Signals if each < _C_LIBRARY and each not in left_out]
+                names = [each.name for each in own if caught >> (each - 1) & 1]
                 names += ["a real-time signal"] * bool(caught >> (_REALTIME_FIRST - 1))
                 return " and ".join(names)
     return ""

@@ -110,4 +110,5 @@ def joined(found: Sequence[Found]) -> Found:
         deaf=frozenset[int]().union(*(each.deaf for each in found)),
         mixed=next((each.mixed for each in found if each.mixed), ""),
         earlier=frozenset[int]().union(*(each.earlier for each in found)),
+        inferred=frozenset[str]().union(*(each.inferred for each in found)),
     )

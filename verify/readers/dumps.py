@@ -99,7 +99,7 @@ def _told(part: Family, unknown: list[str], whole: bool) -> Found:
         ),
         overdue=frozenset(each.rank for each in mine if each.dump.patience.over),
         timeout_s=max((each.dump.patience.timeout_ms for each in mine), default=0) / 1000 or None,
-        deaf=job.deaf, mixed=mixed, earlier=frozenset(_of_before(mine)),
+        deaf=job.deaf, mixed=mixed, earlier=frozenset(_of_before(mine)), inferred=job.inferred,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _by_rank(dumps: Sequence[Dump], unknown: list[str]) -> Dumps:
         own = [same.get(at) or same.setdefault(at, frozenset(each)) for at, each in lists.items()]
         possible = frozenset.intersection(*sorted(own, key=len)) if own else frozenset()
         stem = re.sub(r"\.(?:pickle|pkl|json|bin|dump|trace|txt|\d{14,})$", "", dump.path.name)
-        numbers = [int(each) for each in re.findall(r"\d{1,9}", stem)]
+        numbers = [int(each) for each in re.findall(r"(?<!\d)\d{1,9}(?!\d)", stem)]
         marked = [int(each) for each in MARKED.findall(stem)]
         # The number by the word "rank" comes first; where that is a number of something else, the groups tell.
         named = [*marked[-1:], *numbers[-1:], *marked, *reversed(numbers)]
@@ -197,6 +197,7 @@ class _Job:
         )
         self.groups, self.disputed, self.outside = known.groups, known.disputed, known.outside
         self.unknown += known.unknown
+        self._inferred = known.inferred
         self.labels = self._labels()
         self.communicators = {group: Communicator(group.members, label) for group, label in self.labels.items()}
         self._orders: dict[int, dict[Name, int]] = {}
@@ -222,6 +223,11 @@ class _Job:
             self._counted(group, kinds)
         self.unsure |= {(rank, self.labels[group]) for group in self.disputed for rank in group.members}
         self.deaf = self._deaf()
+
+    @property
+    def inferred(self) -> frozenset[str]:
+        """What people call the groups whose members no dump lists."""
+        return frozenset(label for group, label in self.labels.items() if group.name in self._inferred)
 
     def _deaf(self) -> frozenset[int]:
         """Ranks whose sends and receives no dump would hold: those on gloo, which records collectives only, unless

@@ -18,9 +18,15 @@ class Damaged(UsageError):
     """A file that its writer did not finish, or that was cut or changed since. In a folder the others still tell."""
 
 
+class Empty(Damaged):
+    """A file without a byte: the dump that was not written, or the log of a rank that has said nothing."""
+
+
 ENDED = "one of its threads is gone: "
 """How a remark begins that is told of any rank, as it may be the cause though another rank is blamed."""
 
+ENDED_ITS_RECORD: Final = "its program has ended its record"
+"""How a line of `unknown` about a rank goes on that took its record out, and lives on."""
 LOOK_AGAIN = "look again before believing that it is stuck"
 """How a line of `unknown` ends that is about a rank that moved a moment ago."""
 STILL = "it was still there after it had logged "
@@ -93,7 +99,8 @@ class Found:
     says so. waited: a rank and for how many seconds the newest of the calls has been open that its threads wait in.
     damaged: rings that have lost events. earlier: ranks whose evidence is not known to reach to when an open call of
     another one had waited for as long as it may: what they have done since it does not tell. recorded: ranks with a
-    record of ours, whole or not.
+    record of ours, whole or not. inferred: groups whose members nothing lists: there may be others than those that
+    left a dump.
     """
 
     source: str
@@ -122,6 +129,7 @@ class Found:
     recorded: frozenset[int] = frozenset()
     waited: tuple[tuple[int, float], ...] = ()
     damaged: tuple[Damage, ...] = ()
+    inferred: frozenset[str] = frozenset()
 
 
 def nothing_open(rank: int, group: Communicator | None = None, sequence: int | None = None) -> Event:

@@ -1,7 +1,7 @@
 """From files and folders to one `Found`: each is read by the reader that knows its format.
 
 Readers are loaded when they are needed. A folder is a run directory, or the dumps and logs of one job: its own files
-are read, those below it are not.
+are read, those below it are not, but for the folders that torchrun makes for logs (`verify.readers.log_tree`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from kernel.errors import UsageError
 from verify.events import Kind
 from verify.readers import plain_json
 from verify.readers.attempts import of_present
-from verify.readers.found import Damaged, Found
+from verify.readers.found import Damaged, Empty, Found
 from verify.readers.joined import join, widened
 from verify.readers.lines import BIGGEST, Numbers, distinct, named, numbers_of, of_hosts, rank_of_file
+from verify.readers.log_tree import logs_below
 from verify.readers.outlived import outlived
 from verify.runs import has_rings, several
 
@@ -63,6 +64,7 @@ def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool =
     silent: list[Path] = []
     inside: set[Path] = set()
     bare: list[NoEvidence] = []
+    empty: dict[Path, Empty] = {}
     for path in map(Path, paths):
         if path.is_dir():
             odd: list[Path] = []
@@ -71,14 +73,21 @@ def _gather(paths: Sequence[str | Path], known: Sequence[Reader], beside: bool =
                 silent += odd
             except NoEvidence as error:
                 bare.append(error)
-        elif mine := _readers(path, known):
-            for reader in mine:
-                _take(chosen, reader, path)
-        else:
+            continue
+        try:
+            mine = _readers(path, known)
+        except Empty as error:
+            empty[path] = error
+            continue
+        for reader in mine:
+            _take(chosen, reader, path)
+        if not mine:
             silent.append(path)
-    if bare and not chosen and not beside:
-        raise bare[0]
+    # Nothing was written to the log of a rank that is well, nor yet to a dump.
+    if not chosen and not beside and (nothing := [*bare, *empty.values()]):
+        raise nothing[0]
     damaged += map(str, bare)
+    damaged += _empty(list(empty))
     _companions(chosen, silent, inside, ignored)
     again = of_present({name: files for name, (_, files) in chosen.items() if name in LOGS})
     numbered = _numbered_by_host({path for name, (_, files) in chosen.items() if name in LOGS for path in files})
@@ -140,6 +149,14 @@ def _numbering(logs: Sequence[Path], number: int, several: bool) -> str:
     return f"{where}: taken for rank {number}, as it is where the job has one host"
 
 
+def _empty(paths: Sequence[Path]) -> list[str]:
+    """What to say of files without a byte."""
+    if len(paths) < 2:
+        return [f"{path}: empty: nothing was written to it" for path in paths]
+    told = ", ".join(str(path) for path in paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+    return [f"{len(paths)} files are empty: {told}"]
+
+
 def _beside(
     error: UsageError, reader: Reader, files: Sequence[Path], inside: set[Path], known: Sequence[Reader]
 ) -> list[Found]:
@@ -176,18 +193,15 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[
         raise UsageError(f"{folder}: cannot be read ({error.strerror}): name a folder that can") from None
     if len(files) > MOST_FILES:
         raise UsageError(f"{folder}: {len(files):,} files: name a folder that holds the evidence of one job only")
-    taken: set[Path] = set()
-    for file in files:
-        try:
-            mine = _readers(file, known) if file.is_file() else []
-        except Damaged as error:
-            damaged.append(str(error))
-            continue
-        for reader in mine:
-            _take(chosen, reader, file)
-            taken.add(file)
-        if not mine:
-            silent.append(file)
+    taken = _sort(files, known, chosen, silent, damaged)
+    if not taken and (logs := logs_below(folder)) is not None:
+        files, taken = [*logs.files], _sort(logs.files, known, chosen, silent, damaged)
+        if not taken:
+            said = "the logs of all its ranks are empty, or hold nothing that is known here"
+            raise NoEvidence(f"{logs.attempt}: {said}: look at their processes, with --pid, or at a record")
+        if logs.older:
+            names = ", ".join(each.name for each in logs.older[-3:])
+            damaged.insert(0, f"{names} of {logs.attempt.parent}, before {logs.attempt.name}")
     if not taken:
         if runs_ := [each for each in folders if has_rings(each)]:
             raise UsageError(f"{folder}: {several(runs_)}")
@@ -196,6 +210,30 @@ def _folder(folder: Path, known: Sequence[Reader], chosen: Chosen, silent: list[
         below = f"name one of its folders, such as {folders[0]}" if folders else "name the folder of the dumps or logs"
         raise NoEvidence(f"{folder}: holds no evidence that is known here: {below}")
     return {*files}
+
+
+def _sort(
+    files: Iterable[Path], known: Sequence[Reader], chosen: Chosen, silent: list[Path], damaged: list[str]
+) -> set[Path]:
+    """Choose who is to read each of the files of a folder; those for which there is somebody."""
+    taken: set[Path] = set()
+    empty: list[Path] = []
+    for file in files:
+        try:
+            mine = _readers(file, known) if file.is_file() else []
+        except Empty:
+            empty.append(file)
+            continue
+        except Damaged as error:
+            damaged.append(str(error))
+            continue
+        for reader in mine:
+            _take(chosen, reader, file)
+            taken.add(file)
+        if not mine:
+            silent.append(file)
+    damaged += _empty(empty)
+    return taken
 
 
 def _begins(folder: Path, folders: Sequence[Path]) -> str | None:
@@ -253,7 +291,7 @@ def _readers(path: Path, known: Iterable[Reader]) -> list[Reader]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}): name a file that can") from None
     if not head:
-        raise Damaged(f"{path}: empty: nothing was written to it; leave it out")
+        raise Empty(f"{path}: empty: nothing was written to it; leave it out")
     found: list[Reader] = []
     for reader in known:
         if (not found or reader.name in LOGS) and reader.recognises(path, head):
@@ -348,6 +386,7 @@ def merge(found: Sequence[Found]) -> Found:
         recorded=frozenset[int]().union(*(each.recorded for each in found)),
         waited=tuple(each for one in found for each in one.waited),
         damaged=tuple(each for one in found for each in one.damaged),
+        inferred=frozenset[str]().union(*(each.inferred for each in found)),
     )
 
 

@@ -26,7 +26,7 @@ from verify.events import NOTHING, Confidence, Event, State
 from verify.events import Kind as What
 from verify.readers.creations import settled
 from verify.readers.damage import damaged
-from verify.readers.found import ENDED, LOOK_AGAIN, Found, waits_for_nothing
+from verify.readers.found import ENDED, ENDED_ITS_RECORD, LOOK_AGAIN, Found, waits_for_nothing
 from verify.readers.installed_ring import Ring
 from verify.readers.killed import BY_HAND, LATER, STOPPED, Death, alive, came_after, death, state_of
 from verify.readers.lines import brief
@@ -211,7 +211,7 @@ def _leave(rank: _Rank) -> None:
         what = f"SystemExit: {leaves.text.removeprefix(LEAVES)}"
         rank.left = Event(number, What.EXIT, what, site=ring.site(leaves.site), state=State.COMPLETED)
     elif ring.uninstalled:
-        rank.unknown.append("its program has ended its record: what it did since then is not known")
+        rank.unknown.append(f"{ENDED_ITS_RECORD}: what it did since then is not known")
     elif recording.closed_ns is not None:
         rank.left = Event(number, What.EXIT, state=State.COMPLETED)
         if (site := ring.last_site()) is not None:

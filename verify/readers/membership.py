@@ -8,7 +8,7 @@ it, and this is said: such a list is damaged, or two groups have one name.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from verify import words
 from verify.readers.calls import Group
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from verify.readers.calls import Name
 
+COUNTED: Final = 1 << 18
+"""Ranks below it are taken for those of a job, and higher numbers in names of files for numbers of something else."""
 Members = tuple[int, ...]
 Views = dict[Members, list[int]]
 """A list of members -> the ranks whose dumps hold it."""
@@ -26,12 +28,14 @@ Views = dict[Members, list[int]]
 class Membership(NamedTuple):
     """groups: of each rank and name. disputed: groups of which it is not known who belongs to them.
 
-    outside: rank and name, where the rank's own list is not believed and it belongs to no other. unknown: lines.
+    outside: rank and name, where the rank's own list is not believed and it belongs to no other. inferred: groups whose
+    members no dump lists. unknown: lines.
     """
 
     groups: dict[tuple[int, Name], Group]
     disputed: frozenset[Group]
     outside: frozenset[tuple[int, Name]]
+    inferred: frozenset[Name]
     unknown: tuple[str, ...]
 
 
@@ -64,6 +68,9 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
     found: dict[tuple[int, Name], Group] = {}
     outside: set[tuple[int, Name]] = set()
     guessed: set[Name] = set()
+    whole: set[Name] = set()
+    # Of a job there are the ranks from 0 on.
+    everybody = sets.one(tuple(range(world[-1] + 1)) if world and world[-1] < COUNTED else world)
     for rank, groups in listed.items():
         for name in dict.fromkeys([*groups, *called.get(rank, ())]):
             members = settled.get((rank, name)) or groups.get(name) or ()
@@ -72,7 +79,8 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
             if len(others) == 1:
                 members = others[0]
             if not members and name[1] == "default_pg":
-                members = world
+                members = everybody
+                whole.add(name)
             if not members and name in users:
                 members = tuple(sorted(users[name]))
                 guessed.add(name)
@@ -85,7 +93,7 @@ def resolve(listed: Mapping[int, Mapping[Name, Members]], called: Mapping[int, I
             f"members of {', '.join(labels[:4])}{' and others' * (len(labels) > 4)} are not in the dumps: "
             "inferred from who called it, so that a member that never did is not seen"
         )
-    return Membership(found, frozenset(disputed), frozenset(outside), tuple(unknown))
+    return Membership(found, frozenset(disputed), frozenset(outside), frozenset(guessed | whole), tuple(unknown))
 
 
 class _Sets:
