@@ -34,7 +34,7 @@ class Patches:
         for each in list(sys.modules.values()):
             # vars: lazy modules must not be woken up.
             try:
-                names = [key for key, value in vars(each).items() if value is original]
+                names = [key for key, value in list(vars(each).items()) if value is original]
             except (TypeError, RuntimeError):
                 continue
             for key in names:
