@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import zlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,10 +38,16 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2
 ROLES = (Role.TP, Role.ATP, Role.ADP, Role.ETP, Role.EP)
 
 
+@contextmanager
+def world(store: Path) -> Iterator[Ranks]:
+    with Ranks(WORLD, capacity=CAPACITY, timeout_s=120) as ranks:
+        ranks.run(begin, store / "gloo")
+        yield ranks
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(WORLD, capacity=CAPACITY, timeout_s=120) as ranks:
-        ranks.run(begin, tmp_path_factory.mktemp("store") / "gloo")
+    with world(tmp_path_factory.mktemp("store")) as ranks:
         yield ranks
 
 
@@ -271,12 +278,12 @@ def lose_one(me: Me) -> list[str]:
     return errors
 
 
-def test_a_killed_peer_ends_collectives_in_progress(ranks: Ranks) -> None:
-    """The last test of this file: it ends the world."""
-    ranks.start(lose_one)
-    time.sleep(0.2)  # the others are most likely asleep in it; should one not be, the outcome is the same
-    ranks.kill(1)
-    outcomes = ranks.finish(timeout_s=60)
+def test_a_killed_peer_ends_collectives_in_progress(tmp_path: Path) -> None:
+    with world(tmp_path) as ranks:  # of its own, which it ends
+        ranks.start(lose_one)
+        time.sleep(0.2)  # the others are most likely asleep in it; should one not be, the outcome is the same
+        ranks.kill(1)
+        outcomes = ranks.finish(timeout_s=60)
     for rank in (0, 2, 3):
         assert outcomes[rank][0].endswith("of TP[0, 1, 2, 3] of D was given up: rank 1 ended with status -9")
     assert outcomes[0][1].startswith("rank 0 in all_reduce over ATP of D failed: ")
