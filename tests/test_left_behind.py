@@ -210,6 +210,47 @@ def test_however_the_command_ends_nothing_that_a_policy_started_stays(
         assert re.fullmatch(r"turnstile: interrupted: .*\n", stderr)
 
 
+FORKED = """
+import asyncio, os, signal, sys, time
+from kernel.request import SamplingParams
+from kernel.topology import World
+from rollout.engine import Engine
+
+async def main():
+    async with Engine(sys.argv[1], World(2, 2, 2)) as engine:
+        await engine.session().generate([3, 4], SamplingParams(max_tokens=2))
+        worker = os.fork()
+        if not worker:
+            time.sleep(3600)
+        ranks = [each.process.pid for each in engine._launcher._ranks]
+        print(worker, engine._launcher._own._process.pid, *ranks, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_is_killed_though_its_workers_live(checkpoint: Path) -> None:
+    """What the launcher has forked, a pool of reward workers say, holds its ends of the ranks' sockets open."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKED, str(checkpoint)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        worker, *ranks = map(int, process.stdout.readline().split())
+        assert process.wait() == -signal.SIGKILL
+        try:
+            assert not gone(worker)
+            until(lambda: all(map(gone, ranks)))
+        finally:
+            os.kill(worker, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_process_and_what_comes_of_it_is_found_and_ended() -> None:
     shell = subprocess.Popen(["sh", "-c", "(sleep 3600 & sleep 3600 & wait) & wait"], start_new_session=True)
     try:

@@ -87,7 +87,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.ranks.nursery", str(theirs.fileno())],
+                [sys.executable, "-m", "rollout.ranks.nursery", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=_standard_error(),
@@ -216,7 +216,25 @@ def _home() -> str:
 # -- the forking process ---------------------------------------------------------------------------------------------
 
 
-def _serve(control: socket.socket) -> None:
+def _owner(pid: int) -> int:
+    """A descriptor that is readable once the owner has gone, -1 where the system has none (before Linux 5.3).
+
+    The control socket alone does not tell: whatever the owner has forked, a pool of workers say, holds its end too.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        found = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(0)  # it has gone already
+    except OSError:
+        return -1
+    if os.getppid() != pid:  # and its number is another's by now
+        os._exit(0)
+    return found
+
+
+def _serve(control: socket.socket, owner: int = -1) -> None:
     wakeup, ring = socket.socketpair()
     wakeup.setblocking(False)
     ring.setblocking(False)
@@ -226,19 +244,22 @@ def _serve(control: socket.socket) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         selector.register(wakeup, selectors.EVENT_READ)
+        if owner >= 0:
+            selector.register(owner, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fileobj is wakeup:
                     with suppress(BlockingIOError):
                         wakeup.recv(4096)
                     _reap(children)
-                elif not _fork(control, children, (selector, wakeup, ring)):
+                elif key.fd == owner or not _fork(control, children, (selector, wakeup, ring)):
                     _end(children)
                     return orphans.end(partial(orphans.adopted, (), ()))
 
 
 def _end(children: dict[int, socket.socket]) -> None:
-    """The owner has gone: its ranks end by themselves as their control sockets close, or are killed if they cannot."""
+    """The owner has gone: its ranks end by themselves as their control sockets close, or are killed if they cannot, or
+    if something that the owner forked keeps these open."""
     for _ in range(100):
         _reap(children)
         if not children:
@@ -325,6 +346,7 @@ def _reap(children: dict[int, socket.socket]) -> None:
 def main() -> None:
     """Entry point of the forking process."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    owner = _owner(int(sys.argv[2]))
     orphans.adopt()
     import torch  # noqa: F401
     import uvloop  # noqa: F401
@@ -332,7 +354,7 @@ def main() -> None:
     import rollout.ranks.links
     import rollout.ranks.worker  # noqa: F401
 
-    _serve(control)
+    _serve(control, owner)
 
 
 if __name__ == "__main__":
