@@ -1,15 +1,17 @@
-"""Reading files that a person names: never for ever, and never more than fits."""
+"""Files that a person names: read never for ever and never more than fits, written whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import select
 import stat
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 PIPE_S: Final = 60.0
@@ -57,3 +59,24 @@ def read(path: Path, most: int, *, pipe: bool = False, waits: Callable[[str], ob
             if size > most:
                 raise OSError(errno.EFBIG, f"larger than {most >> 20:,} MiB")
     return b"".join(parts)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[int]:
+    """A descriptor to write to, of a new file that takes the place of `path` at the end: a reader sees the old one or
+    the new one. Where the block raises, the old one stays.
+
+    The new one has a name that nobody can foresee and is never a link: others may write the directory. Raises OSError.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    finally:
+        with suppress(OSError):
+            os.close(fd)

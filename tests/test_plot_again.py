@@ -108,3 +108,20 @@ def test_what_holds_no_complete_run_is_one_line(
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert says in said.err
     assert figures(out) == before
+
+
+@pytest.mark.parametrize("where", [".", "run.json"])
+def test_a_run_that_others_could_have_written_is_refused(
+    where: str, engines: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines(on_policy=write_record)
+    out = tmp_path / "run"
+    assert cli.main(["rollout", *SMALL, "--out", str(out)]) == 0
+    before = figures(out)
+    (out / where).chmod(0o777)
+    capsys.readouterr()
+    assert cli.main(["plot", str(out)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"turnstile: {out / where}: others may write it (mode 777): `chmod go-w` it")
+    assert said.err.count("\n") == 1
+    assert figures(out) == before

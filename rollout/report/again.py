@@ -12,6 +12,7 @@ from kernel.errors import UsageError
 from rollout.args import Parser
 from rollout.replay import read_rows
 from rollout.report import campaign as campaign_report
+from rollout.report import files as report_files
 from rollout.runs import runs_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def main(command: str, argv: Sequence[str]) -> int:
     made.add_argument("run", metavar="RUN", help="directory of a run of `turnstile rollout` or `turnstile compare`")
     out = Path(made.parse(argv)["run"])
     about = _about(out)
+    for each in (out, out / "run.json"):
+        report_files.check_private(each, "")
     policies, repeat, title = (about.get(name) for name in ("policies", "repeat", "slice"))
     if not (
         isinstance(policies, list)

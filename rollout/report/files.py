@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kernel import files
 from kernel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,12 +29,8 @@ PACKAGES: Final = ("turnstile", "torch", "numpy", "safetensors", "uvloop", "matp
 
 def write(path: Path, data: bytes) -> None:
     """Replace `path` by `data` in one step: a reader sees the old file or the new one."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_bytes(data)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    with files.replacing(path) as fd, open(fd, "wb", closefd=False) as file:
+        file.write(data)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -72,14 +69,14 @@ def directory(out: Path | None, *, resume: bool = False, made: list[Path] | None
         for above in reversed(path.parents):
             _make(above, 0o777, made)
         _make(path, 0o700, made)
-        _check_private(path)
+        check_private(path)
         _check_way(path)
         if links := sorted(each.name for each in path.iterdir() if each.is_symlink()):
             raise UsageError(f"--out {path}: {links[0]} in it is a link, which is not followed: remove it")
         if resume:
             for name in ("run.json", "requests.jsonl"):
                 if (path / name).exists():
-                    _check_private(path / name)
+                    check_private(path / name)
         probe = path / f".room.{os.getpid()}"
         try:
             probe.write_bytes(bytes(ROOM))
@@ -135,14 +132,14 @@ def hold(path: Path, *, resume: bool) -> int:
     return held
 
 
-def _check_private(path: Path) -> None:
-    """Raise UsageError unless this user alone can change it."""
+def check_private(path: Path, option: str = "--out ") -> None:
+    """Raise UsageError unless this user alone can change it. option: that named it."""
     found = path.stat()
     if found.st_uid != os.geteuid():
-        raise UsageError(f"--out {path}: it belongs to another user (uid {found.st_uid}): choose one of your own")
+        raise UsageError(f"{option}{path}: it belongs to another user (uid {found.st_uid}): choose one of your own")
     if found.st_mode & 0o022:
         raise UsageError(
-            f"--out {path}: others may write it (mode {found.st_mode & 0o7777:o}): `chmod go-w` it, or choose another"
+            f"{option}{path}: others may write it (mode {found.st_mode & 0o7777:o}): `chmod go-w` it, or choose another"
         )
 
 

@@ -6,12 +6,13 @@ Exit codes: 0 written, 2 unusable input.
 from __future__ import annotations
 
 import gzip
-import os
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kernel import files
 from kernel.errors import UsageError
 from kernel.record import read_run
 from kernel.record.foreign import groups_of
@@ -84,7 +85,6 @@ def write(out: Path, lines: Iterator[str]) -> int:
 
     Raises UsageError where it cannot be written.
     """
-    new = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         if out.is_dir():
             raise UsageError(f"-o {out}: it is a directory: name a file in it")
@@ -94,17 +94,15 @@ def write(out: Path, lines: Iterator[str]) -> int:
             with out.open("w", encoding="utf-8") as pipe:
                 pipe.writelines(lines)
             return 0
-        opened = gzip.open if out.suffix == ".gz" else open
-        with opened(new, "wt", encoding="utf-8") as file:
-            file.writelines(lines)
-        new.replace(out)
+        with files.replacing(out) as fd, open(fd, "wb", closefd=False) as plain:
+            packed: Any = gzip.GzipFile(out.name, "wb", fileobj=plain) if out.suffix == ".gz" else plain
+            with io.TextIOWrapper(packed, encoding="utf-8") as file:
+                file.writelines(lines)
         return out.stat().st_size
     except BrokenPipeError:
         raise  # whoever read it has gone: no mistake of the command's user
     except OSError as error:
         raise UsageError(f"-o {out}: {error.strerror or error}: choose a file that can be written") from None
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def lacks(recordings: Mapping[int, Recording]) -> list[str]:
