@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -165,10 +164,18 @@ def execute(campaign: Campaign, source: Trace) -> int:
             _clear(campaign)
         else:
             measured = campaign_report.measure(campaign, records=status == "complete")
-            # A disk that is full must not hide what the run ended with.
-            with suppress(*(() if status == "complete" else (OSError,))):
+            try:
+                if status != "failed":
+                    _rows_again(campaign)
                 report_files.write_json(out / "report.json", {"status": status, "slice": campaign.title, **measured})
                 report_files.write_json(out / "run.json", {**about, "status": status})
+            except OSError as error:
+                if status == "complete":  # else what the run ended with is to be said, not this
+                    raise TurnstileError(
+                        f"{error.filename or out} cannot be written at the end of the run"
+                        f" ({error.strerror}): see to room and rights, and to {out} being where it was, then go on with"
+                        f" --out {out} --resume"
+                    ) from None
     try:
         turns = {each.id: len(each.turns) for each in campaign.trajectories}
         campaign_report.draw(campaign.runs, turns, campaign.title, out)
@@ -177,7 +184,24 @@ def execute(campaign: Campaign, source: Trace) -> int:
             f"interrupted: the run is complete and kept in {out}, its figures are not: `turnstile plot {out}` draws"
             " them"
         ) from None
+    except OSError as error:
+        raise TurnstileError(
+            f"{error.filename or out} cannot be written ({error.strerror}): the run is complete and"
+            f" kept in {out}, its figures are not: see to room and rights, then `turnstile plot {out}` draws them"
+        ) from None
     return campaign_report.show(campaign, measured)
+
+
+def _rows_again(campaign: Campaign) -> None:
+    """Write requests.jsonl again where somebody has removed it or cut it off while the run went on. Raises OSError."""
+    path = campaign.out / "requests.jsonl"
+    lines = [row.to_json().encode() + b"\n" for run in campaign.runs for row in run.rows]
+    if (path.stat().st_size if path.is_file() else -1) != sum(map(len, lines)):
+        report_files.write(path, b"".join(lines))
+        print(
+            f"turnstile: {path} was removed or changed while the run went on: its {len(lines)} turns are written again",
+            file=sys.stderr,
+        )
 
 
 def _stalled(out: Path, error: Stalled) -> HangFound:

@@ -28,9 +28,12 @@ PACKAGES: Final = ("turnstile", "torch", "numpy", "safetensors", "uvloop", "matp
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step: a reader sees the old file or the new one."""
-    with files.replacing(path) as fd, open(fd, "wb", closefd=False) as file:
-        file.write(data)
+    """Replace `path` by `data` in one step: a reader sees the old file or the new one. Raises OSError that names it."""
+    try:
+        with files.replacing(path) as fd, open(fd, "wb", closefd=False) as file:
+            file.write(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
