@@ -33,6 +33,8 @@ GATHERS = ("flat", "cross")
 ROUTES = ("auto", "paper", "all", "none")
 CUTS = ("layer", "sublayer")
 EXCHANGES = ("none", "split")
+_MOST_TOLD = 4096
+"""Widths up to this are told of as ones that fit."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class World:
             raise UsageError(f"--world {self.size}: a world has at least one rank")
         for flag, width in (("--adp", self.adp), ("--ep", self.ep)):
             if width < 1 or self.size % width:
-                fits = [n for n in range(1, self.size + 1) if self.size % n == 0]
+                fits = [n for n in range(1, min(self.size, _MOST_TOLD) + 1) if self.size % n == 0]
                 raise UsageError(f"{flag} {width} does not divide --world {self.size}: choose one of {fits}")
         if self.gather not in GATHERS:
             raise UsageError(f"--gather {self.gather}: choose one of {', '.join(GATHERS)}")

@@ -141,7 +141,7 @@ def read_config(path: str | Path) -> DecoderConfig:
         raw = json.loads(files.read(file, LARGEST).decode())
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}; a checkpoint directory holds a config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: not JSON ({error}); copy the checkpoint again") from None
     if not isinstance(raw, dict):
         raise UsageError(f"{file}: not a JSON object; copy the checkpoint again")

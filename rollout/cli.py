@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return _say(f"too many files are open ({error.strerror}): raise the limit, as `ulimit -n 1024` does", 2)
+        if error.errno == errno.ENAMETOOLONG:
+            return _say(f"{str(error.filename)[:60]}...: no file system takes so long a name: name another path", 2)
         if error.errno not in FULL:
             raise
         _silence()

@@ -200,7 +200,9 @@ def test_unreadable_directories(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json: No such file"):
         read_config(tmp_path)
     file = tmp_path / "config.json"
-    for text, what in (("{", "not JSON"), ("[]", "not a JSON object"), ("\udcff", "not JSON")):
+    for text, what in (
+        ("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "not a JSON object"), ("\udcff", "not JSON"),
+    ):  # fmt: skip
         file.write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(UsageError, match=what):
             read_config(tmp_path)

@@ -116,7 +116,7 @@ class Checkpoint:
         try:
             names = sorted(set(json.loads(bounded.read(index, LARGEST_INDEX))["weight_map"].values()))
             files = [self.path / name for name in names]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise UsageError(f"{index}: no weight_map of tensor names to files; copy the checkpoint again") from None
         absent = [file.name for file in files if not file.is_file()]
         if absent:
