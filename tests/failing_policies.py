@@ -140,6 +140,30 @@ POLICIES = """
         async def turn(self, gate):
             raise Odd("hm")
 
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("str")
+
+        __repr__ = __str__
+
+    class Mutes(Fine):
+        name = "mutes"
+
+        async def turn(self, gate):
+            raise Mute
+
+    class MutesPlan(Fine):
+        name = "mutes_plan"
+
+        def decode_now(self, now):
+            raise Mute
+
+    class Halves(Fine):
+        name = "halves"
+
+        async def turn(self, gate):
+            raise ValueError("half \\ud800" + "z" * 600)
+
     class BasesPlan(Fine):
         name = "bases_plan"
 

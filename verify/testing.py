@@ -299,10 +299,10 @@ def maker(policy: AnyPolicy) -> tuple[str, Callable[[str, Limits], Policy]]:
         except UsageError:
             raise
         except Exception as error:
+            from kernel.sched.hooks import said
             from verify.sources import raised_at
-            from verify.trial.findings import one_line
 
-            say = f"{type(error).__name__}: {one_line(str(error))}"
+            say = f"{type(error).__name__}: {said(error)}"
             raise UsageError(f"policy {own} cannot be made, {raised_at(error)}: {say}") from error
         if made is None or not hasattr(made, "plan"):
             raise UsageError(f"policy {own}: {made!r} is no policy")

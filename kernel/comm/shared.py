@@ -210,7 +210,7 @@ class Arena:
         return self.map.status + who * STATUS + _STATUS.size + _TEXT.size
 
     def _write_text(self, at: int, text: str) -> None:
-        data = " ".join(text.split()).encode()[:504]
+        data = " ".join(text.split()).encode(errors="backslashreplace")[:504]
         _TEXT.pack_into(self.memory, at, len(data), data)
 
     def _read_text(self, at: int) -> str:

@@ -75,9 +75,18 @@ def _owner(cls: type[Any], hook: str) -> type[Any]:
     return next((each for each in cls.__mro__ if hook in vars(each)), cls)
 
 
+def said(error: BaseException) -> str:
+    """What somebody's exception says, in one line that every file and terminal takes; "" where it cannot be told."""
+    try:
+        text = str(error)
+    except BaseException:  # a __str__ of a policy's own may do anything
+        return ""
+    return " ".join(text.encode(errors="backslashreplace").decode().split())
+
+
 def told(error: BaseException) -> str:
     """An exception in one line that is not too long."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    text = f"{type(error).__name__}: {said(error)}".removesuffix(": ")
     return text if len(text) <= TOLD else f"{text[: TOLD - 2]}.."
 
 

@@ -174,7 +174,7 @@ def _from_file(name: str) -> type[Any]:
         origin = spec.origin or str(file)
         own = isinstance(error, SyntaxError) and error.filename == origin
         line = error.lineno if own and isinstance(error, SyntaxError) else _last_line(error, origin)
-        say = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+        say = f"{type(error).__name__}: {hooks.said(error)}".removesuffix(": ")
         raise UsageError(f"policy file {path}:{line}: {say}") from error
     if not hasattr(module, attribute):
         found = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == label]

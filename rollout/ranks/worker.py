@@ -123,7 +123,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, offs
         import traceback
 
         trace = "".join(traceback.format_exception(error))
-        outbox.send({"failed": type(error).__name__, "message": f"rank {config['rank']}: {error!r}", "trace": trace})
+        message = f"rank {config['rank']}: {hooks.told(error)}"
+        outbox.send({"failed": type(error).__name__, "message": message, "trace": trace})
         code = 1
     else:
         outbox.send({"stopped": config["rank"], "left": offspring.end()})

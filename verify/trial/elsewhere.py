@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kernel.sched import registry
+from kernel.sched.hooks import said
 from verify.sim.world import SimWorld
 from verify.trial.enact import attempt
 from verify.trial.guard import Guard
@@ -103,7 +104,7 @@ def main() -> None:
         claims = [repr(policy.guarantees), repr(getattr(policy, "route", None))]
         answer = {"claims": claims, "scenarios": [decided(scenario) for scenario in scenarios]}
     except (Exception, SystemExit) as error:
-        answer = {"failed": " ".join(f"{type(error).__name__}: {error}".split())}
+        answer = {"failed": f"{type(error).__name__}: {said(error)}"}
     with os.fdopen(answers, "w") as out:
         json.dump(answer, out)
 

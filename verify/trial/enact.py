@@ -12,12 +12,13 @@ from kernel.errors import TurnstileError, UsageError
 from kernel.inbox import Inbox, Pause, Resume
 from kernel.rank import Ports, Rank
 from kernel.sched import registry
+from kernel.sched.hooks import said
 from verify.blame import Class
 from verify.sim.kv import SimKV, continuation
 from verify.sim.model import FREE, SimModel
 from verify.sim.world import SimRank, SimWorld
 from verify.sources import raised_at
-from verify.trial.findings import Finding, Found, from_error, one_line
+from verify.trial.findings import Finding, Found, from_error
 from verify.trial.guard import Guard
 from verify.trial.monitor import PATIENCE, Bound, RankMonitor, WatchedJournal, WatchedRendezvous
 from verify.trial.scenario import VOCAB, Feeder, Scenario
@@ -186,7 +187,7 @@ def _created(make_policy: MakePolicy, spec: str, limits: Limits) -> Policy:
     except TurnstileError:
         raise
     except (Exception, SystemExit) as error:
-        where, say = raised_at(error), one_line(str(error))
+        where, say = raised_at(error), said(error)
         raise UsageError(f"policy {spec} cannot be made, {where}: {type(error).__name__}: {say}") from error
 
 

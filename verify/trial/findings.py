@@ -15,6 +15,7 @@ from kernel.errors import (
     RankLost,
     TurnstileError,
 )
+from kernel.sched.hooks import said
 from verify.blame import Class
 from verify.sim.errors import Deadlock, Livelock, Mismatch, Outside
 
@@ -79,7 +80,7 @@ def from_error(error: BaseException, rank: int = -1, round_: int = -1) -> Findin
     """
     if isinstance(error, Found):
         return error.finding
-    say = one_line(str(error)) or type(error).__name__
+    say = said(error) or type(error).__name__
     if isinstance(error, Deadlock):
         return Finding(Class.TIMEOUT if error.only_timers else Class.CYCLE, "deadlock_free", say, rank, round_)
     for kind, cls, rule in _KINDS:

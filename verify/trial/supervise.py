@@ -22,9 +22,10 @@ from contextlib import suppress
 from typing import IO, Any, Final, NoReturn, TypeVar
 
 from kernel.errors import TurnstileError, UsageError
+from kernel.sched.hooks import said
 from verify.blame import Class
 from verify.sources import foreign, ours, place
-from verify.trial.findings import Finding, one_line
+from verify.trial.findings import Finding
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def supervised(work: Callable[[Beat], T], seconds: float, unusable: str = "") ->
     try:
         failed, value = pickle.loads(answer)
     except Exception as error:  # it needs a module that only the child has, or that acts otherwise here
-        why = one_line(f"{type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {said(error)}"
         raise TurnstileError(f"the answer of the checked code cannot be read: {why}") from error
     if failed:
         raise value
@@ -145,7 +146,7 @@ def _pickled(failed: bool, value: Any) -> bytes:
         pickle.loads(answer)
     except Exception as problem:
         error = value if failed else problem
-        answer = pickle.dumps((True, TurnstileError(one_line(f"{type(error).__name__}: {error}"))))
+        answer = pickle.dumps((True, TurnstileError(f"{type(error).__name__}: {said(error)}")))
     return answer
 
 
