@@ -221,18 +221,10 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
             quiet.check()
         link.ended(None)
     except asyncio.CancelledError as error:
-        link.ended(error)
-        if _left:
-            where = f"rank {rank}, round {journal.round}"
-            hooks.raised(_left[0], engine.policy, "turn", where)
-        if not listener.done() or listener.cancelled():  # else it has ended `main`, and returned
-            raise hooks.wrong(
-                engine.policy,
-                "turn",
-                "may have cancelled tasks that are not its own, and so ended this rank (a SIGINT to it does the same)",
-                f"rank {rank}, round {journal.round}",
-            ) from error
-        raise RankLost(f"rank {rank} waited for something of its policy's own and was ended") from error
+        why = _ended_by(error, engine.policy, f"rank {rank}, round {journal.round}", listener)
+        journal.exception(why)
+        link.ended(why)
+        raise why from why.__cause__ or error
     except BaseException as error:
         if (ours := faults.explained(error, rank, "while it served")) is not None:
             link.ended(ours)
@@ -248,6 +240,21 @@ async def _run(config: dict[str, Any], reader: asyncio.StreamReader, outbox: Out
         link.close()
         ports.rendezvous.close()
         journal.close()
+
+
+def _ended_by(
+    error: asyncio.CancelledError, policy: Policy, where: str, listener: asyncio.Task[None]
+) -> TurnstileError:
+    """Why a rank's own task was cancelled, which is never its own doing. where: the rank and its round."""
+    if _left:
+        try:
+            hooks.raised(_left[0], policy, "turn", where)
+        except TurnstileError as why:
+            return why
+    if not listener.done() or listener.cancelled():  # else it has ended the rank, and returned
+        what = "may have cancelled tasks that are not its own, and so ended this rank (a SIGINT to it does the same)"
+        return hooks.wrong(policy, "turn", what, where)
+    return RankLost(f"{where.partition(',')[0]} waited for something of its policy's own and was ended")
 
 
 def _on_cpu(
