@@ -58,10 +58,12 @@ class Child:
     async def _wait(self) -> int:
         loop = asyncio.get_running_loop()
         data = b""
-        with suppress(OSError):
-            while len(data) < 4 and (more := await loop.sock_recv(self._status, 4)):
-                data += more
-        self._status.close()
+        try:
+            with suppress(OSError):
+                while len(data) < 4 and (more := await loop.sock_recv(self._status, 4)):
+                    data += more
+        finally:  # also where the loop ends before a nursery that is stopped has told
+            self._status.close()
         self.told = len(data) == 4
         self.returncode = struct.unpack("<i", data)[0] if self.told else 1
         return self.returncode
