@@ -179,3 +179,21 @@ class DeviceFault(TurnstileError):
 
 class RankLost(TurnstileError):
     """A peer ended, or the run was aborted, while this rank waited for it."""
+
+
+def shown(value: object) -> str:
+    """A value in a message of one line, however long it is."""
+    try:
+        text = repr(value)
+    except Exception:  # of a class of the caller's, or of more digits than Python writes
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def said(error: BaseException) -> str:
+    """What somebody's exception says, in one line that every file and terminal takes; "" where it cannot be told."""
+    try:
+        text = str(error)
+    except BaseException:  # a __str__ of a policy's own may do anything
+        return ""
+    return " ".join(text.encode(errors="backslashreplace").decode().split())

@@ -6,11 +6,11 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
+from kernel.errors import said
 from kernel.program import Op
 from kernel.record import HOST, Kind, NullRecorder, Recorder
 from kernel.record.layout import FORM
 from kernel.request import Phase
-from kernel.sched import hooks
 from kernel.topology import Role
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Journal:
 
     def exception(self, error: BaseException) -> None:
         """The rank ends with `error`."""
-        self._text(Kind.EXCEPTION, f"{type(error).__name__}: {hooks.said(error)}"[:400])
+        self._text(Kind.EXCEPTION, f"{type(error).__name__}: {said(error)}"[:400])
 
     def mark(self, text: str, a: int = 0) -> None:
         """A remark, with a number."""

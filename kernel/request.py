@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kernel.errors import UsageError
+from kernel.errors import UsageError, shown
 
 
 def whole(value: object, name: str) -> int:
@@ -17,35 +17,26 @@ def whole(value: object, name: str) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{name}={_brief(value)}: must be a whole number") from None
-
-
-def _brief(value: object) -> str:
-    """A value in a message of one line, however long it is."""
-    try:
-        text = repr(value)
-    except Exception:  # of a class of the caller's, or of more digits than Python writes
-        return f"<{type(value).__name__}>"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        raise UsageError(f"{name}={shown(value)}: must be a whole number") from None
 
 
 def _word(value: object, name: str) -> int:
     """A whole number of 64 bits, as tensors hold; of a seed, which counts modulo 2**64, messages hold more."""
     number, most = whole(value, name), 1024 if name == "seed" else 64
     if not -(1 << (most - 1)) <= number < 1 << (most - 1):
-        raise UsageError(f"{name}={_brief(number)}: must fit into {most} bits")
+        raise UsageError(f"{name}={shown(number)}: must fit into {most} bits")
     return number
 
 
 def _finite(value: object, name: str) -> float:
     if not isinstance(value, int | float):
-        raise UsageError(f"{name}={_brief(value)}: must be a number")
+        raise UsageError(f"{name}={shown(value)}: must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise UsageError(f"{name}={_brief(value)}: must be a finite number")
+        raise UsageError(f"{name}={shown(value)}: must be a finite number")
     return number
 
 
@@ -72,10 +63,10 @@ class SamplingParams:
             object.__setattr__(self, name, _word(getattr(self, name), name))
         stops: object = self.stop_token_ids
         if isinstance(stops, str | bytes) or not isinstance(stops, Iterable):
-            raise UsageError(f"stop_token_ids={_brief(stops)}: must be token ids, as in (2, 7)")
+            raise UsageError(f"stop_token_ids={shown(stops)}: must be token ids, as in (2, 7)")
         object.__setattr__(self, "stop_token_ids", tuple(_word(token, "stop_token_ids") for token in stops))
         if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos={_brief(self.ignore_eos)}: must be True or False")
+            raise UsageError(f"ignore_eos={shown(self.ignore_eos)}: must be True or False")
         for name in ("temperature", "top_p"):
             object.__setattr__(self, name, _finite(getattr(self, name), name))
         if self.max_tokens < 1:

@@ -8,7 +8,7 @@ from numbers import Real
 from types import MappingProxyType, NoneType
 from typing import Any, Final
 
-from kernel.errors import TurnstileError, UsageError
+from kernel.errors import TurnstileError, UsageError, shown
 from kernel.request import SamplingParams
 from kernel.topology import World
 from rollout.device import DeviceOptions
@@ -41,4 +41,4 @@ def check(**given: Any) -> None:
     for name, value in given.items():
         kinds, what = KINDS[name]
         if not isinstance(value, kinds):
-            raise UsageError(f"{name}={value!r:.60}: must be {what}")
+            raise UsageError(f"{name}={shown(value)}: must be {what}")

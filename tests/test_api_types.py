@@ -42,6 +42,11 @@ WRONG: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+def test_an_argument_that_cannot_be_written_out_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="^model=<int>: must be a path"):
+        Engine(10**5000)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_an_engine_s_arguments(wrong: dict[str, Any], checkpoint: Path) -> None:
     ((name, value),) = wrong.items()

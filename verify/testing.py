@@ -299,7 +299,7 @@ def maker(policy: AnyPolicy) -> tuple[str, Callable[[str, Limits], Policy]]:
         except UsageError:
             raise
         except Exception as error:
-            from kernel.sched.hooks import said
+            from kernel.errors import said
             from verify.sources import raised_at
 
             say = f"{type(error).__name__}: {said(error)}"

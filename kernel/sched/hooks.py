@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kernel.errors import LeaseExpired, PolicyError, TurnstileError
+from kernel.errors import LeaseExpired, PolicyError, TurnstileError, said
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,15 +73,6 @@ def interrupts(error: BaseException) -> bool:
 
 def _owner(cls: type[Any], hook: str) -> type[Any]:
     return next((each for each in cls.__mro__ if hook in vars(each)), cls)
-
-
-def said(error: BaseException) -> str:
-    """What somebody's exception says, in one line that every file and terminal takes; "" where it cannot be told."""
-    try:
-        text = str(error)
-    except BaseException:  # a __str__ of a policy's own may do anything
-        return ""
-    return " ".join(text.encode(errors="backslashreplace").decode().split())
 
 
 def told(error: BaseException) -> str:

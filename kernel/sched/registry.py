@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernel.errors import TurnstileError, UsageError
+from kernel.errors import TurnstileError, UsageError, said
 from kernel.sched import hooks
 from kernel.sched.adaptive import Adaptive
 from kernel.sched.fine import Fine
@@ -174,7 +174,7 @@ def _from_file(name: str) -> type[Any]:
         origin = spec.origin or str(file)
         own = isinstance(error, SyntaxError) and error.filename == origin
         line = error.lineno if own and isinstance(error, SyntaxError) else _last_line(error, origin)
-        say = f"{type(error).__name__}: {hooks.said(error)}".removesuffix(": ")
+        say = f"{type(error).__name__}: {said(error)}".removesuffix(": ")
         raise UsageError(f"policy file {path}:{line}: {say}") from error
     if not hasattr(module, attribute):
         found = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == label]

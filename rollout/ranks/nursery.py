@@ -254,7 +254,7 @@ def _serve(control: socket.socket, owner: int = -1) -> None:
                     with suppress(BlockingIOError):
                         wakeup.recv(4096)
                     _reap(children)
-                elif key.fd == owner or not _fork(control, children, (selector, wakeup, ring)):
+                elif key.fd == owner or not _fork(control, children, (selector, wakeup, ring), owner):
                     _end(children)
                     return orphans.end(partial(orphans.adopted, (), ()))
 
@@ -277,7 +277,9 @@ def _end(children: dict[int, socket.socket]) -> None:
         time.sleep(0.02)
 
 
-def _fork(control: socket.socket, children: dict[int, socket.socket], ours: tuple[object, ...]) -> bool:
+def _fork(
+    control: socket.socket, children: dict[int, socket.socket], ours: tuple[object, ...], owner: int
+) -> bool:
     head, fds, _, _ = socket.recv_fds(control, 4096, 250)
     if not head:
         return False
@@ -292,6 +294,8 @@ def _fork(control: socket.socket, children: dict[int, socket.socket], ours: tupl
         control.close()
         for each in (*ours, *children.values()):
             each.close()  # type: ignore[attr-defined]
+        if owner >= 0:
+            os.close(owner)
         _be_rank(wanted, received)
     for fd in received:
         os.close(fd)

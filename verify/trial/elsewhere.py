@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kernel.errors import said
 from kernel.sched import registry
-from kernel.sched.hooks import said
 from verify.sim.world import SimWorld
 from verify.trial.enact import attempt
 from verify.trial.guard import Guard

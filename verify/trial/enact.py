@@ -8,11 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from kernel.cache import KVCache
-from kernel.errors import TurnstileError, UsageError
+from kernel.errors import TurnstileError, UsageError, said
 from kernel.inbox import Inbox, Pause, Resume
 from kernel.rank import Ports, Rank
 from kernel.sched import registry
-from kernel.sched.hooks import said
 from verify.blame import Class
 from verify.sim.kv import SimKV, continuation
 from verify.sim.model import FREE, SimModel

@@ -14,8 +14,8 @@ from kernel.errors import (
     ProtocolError,
     RankLost,
     TurnstileError,
+    said,
 )
-from kernel.sched.hooks import said
 from verify.blame import Class
 from verify.sim.errors import Deadlock, Livelock, Mismatch, Outside
 

@@ -21,8 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, Final, NoReturn, TypeVar
 
-from kernel.errors import TurnstileError, UsageError
-from kernel.sched.hooks import said
+from kernel.errors import TurnstileError, UsageError, said
 from verify.blame import Class
 from verify.sources import foreign, ours, place
 from verify.trial.findings import Finding
