@@ -43,7 +43,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 def test_an_argument_that_cannot_be_written_out_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="^model=<int>: must be a path"):
+    with pytest.raises(UsageError, match=r"^model=<int>: must be a path"):
         Engine(10**5000)  # type: ignore[arg-type]
 
 
